@@ -6,8 +6,6 @@ test), or any Hugging Face id or local folder. `pretrain` trains a tiny model on
 many seeds. Later steps see only the folders.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import gguf
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -122,7 +119,7 @@ def pretrain(
         seconds = time.perf_counter() - start
         chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
         chosen = test_windows[chosen[: config.eval_windows]]
-        metrics = _heldout_loss(model, tokenizer, chosen) | {
+        metrics = _heldout_loss(model, chosen) | {
             "train/nats_per_token": final,
             "parameters": sum(p.numel() for p in model.parameters()),
             "vocab_size": len(tokenizer),
@@ -136,24 +133,8 @@ def pretrain(
 
 
 @torch.no_grad()
-def _heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch_size: int = 64) -> dict[str, float]:
-    """``test/nats_per_token`` and ``test/nats_per_char`` over windows [n, L + 1], with ``_stderr`` and ``_n``.
-
-    Each window is an independent sample; a character that is cut by a window's edge counts as one.
-    """
+def _heldout_loss(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
+    """``test/nats_per_token`` over windows [n, L + 1], each an independent sample, with ``_stderr`` and ``_n``."""
     model.eval()
-    nats = torch.cat([window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()
-    chars = [len(text) for text in tokenizer.batch_decode(windows[:, 1:], skip_special_tokens=True)]
-    token = Estimate.of(nats / (windows.shape[1] - 1)).metrics("test/nats_per_token")
-    return token | Estimate(*_ratio(nats, np.array(chars, float)), len(nats)).metrics("test/nats_per_char")
-
-
-def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
-    """``R = sum x / sum y`` over n pairs, and its standard error ``sd(x - R y) / (sqrt(n) mean(y))`` (delta method).
-
-    >>> _ratio(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
-    (2.0, 1.0)
-    """
-    ratio = numerator.sum() / denominator.sum()
-    rest = numerator - ratio * denominator
-    return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())
+    nats = torch.cat([window_nats(model, part).sum(-1) for part in windows.split(64)]).double().numpy()
+    return Estimate.of(nats / (windows.shape[1] - 1)).metrics("test/nats_per_token")

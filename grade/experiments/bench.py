@@ -5,8 +5,6 @@ On a CPU the peak is that of live storages, counted by the same tracker on real 
 predicts.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,15 +23,6 @@ from grade.memory.settings import Device, StepConfig, TracedConfig, require_devi
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 
-_QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
-_TIMED = {
-    "replay": StepConfig(**_QWEN, batch_size=1, max_new_tokens=64),
-    "unrolled": StepConfig(
-        **_QWEN, batch_size=2, max_new_tokens=32, method="gumbel_legacy", gumbel_topk=0, reward="trunk"
-    ),
-}
-"""Steps whose traces are timed."""
-
 
 class BenchConfig(Config):
     """Settings of the measurement on a CPU."""
@@ -41,7 +30,6 @@ class BenchConfig(Config):
     models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
     steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
     processes: int = Field(1, ge=1, description="processes that trace while a CUDA device is measured")
-    time_traces: bool = Field(True, description="time two traces of Qwen3-4B as well")
 
 
 def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
@@ -59,7 +47,8 @@ def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
 
 
 def _cuda_steps() -> list[dict[str, Any]]:
-    one, two = _QWEN | dict(batch_size=1, max_new_tokens=64), _QWEN | dict(batch_size=2, max_new_tokens=32)
+    qwen = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
+    one, two = qwen | dict(batch_size=1, max_new_tokens=64), qwen | dict(batch_size=2, max_new_tokens=32)
     eight, long = one | dict(batch_size=8), one | dict(batch_size=8, prompt_tokens=256, max_new_tokens=256)
     legacy, again = two | dict(gumbel_topk=0), dict(gradient_checkpointing=True)
     small = dict(model="smollm2-135m", prompt_tokens=32, max_new_tokens=64, batch_size=16)
@@ -174,8 +163,7 @@ def _predicted(config: StepConfig, workspace: int) -> tuple[int, Reserved]:
     return trace(config).peak, reserved_by(config, workspace=workspace)
 
 
-def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device, time_traces: bool = True) -> dict[str, float]:
-    """Headline figures: ``<device>/max_rel_error`` of traced peaks, ``<device>/steps``, ``trace/seconds_<engine>``."""
+def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device) -> dict[str, float]:
+    """Headline figures: ``<device>/max_rel_error`` of traced peaks, ``<device>/steps``."""
     errors = [abs(row["traced_over_measured"] - 1) for row in rows if "traced_over_measured" in row]
-    figures = {f"{device}/steps": len(errors)} | ({f"{device}/max_rel_error": max(errors)} if errors else {})
-    return figures | {f"trace/seconds_{name}": trace(c).seconds for name, c in _TIMED.items() if time_traces}
+    return {f"{device}/steps": len(errors)} | ({f"{device}/max_rel_error": max(errors)} if errors else {})

@@ -5,14 +5,12 @@ figure that was obtained here (a name among the experiment's figures), and the r
 claim or refutes it. `judge` makes the verdicts. Text in a row may hold figures: ``{peak:.1f} GB``.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import pandas as pd
 from pydantic import Field
@@ -78,7 +76,7 @@ class Claim(_Stated):
     found: float | str = Field(description="the figure that was obtained here, or text")
     verdict: Verdict
 
-    def without_times(self) -> Claim:
+    def without_times(self) -> Self:
         """The same verdict; a timed one refers to the file of times instead of giving its figure."""
         changes = dict(found="timed", unit="", note="see timings/claims.csv")
         return self.model_copy(update=changes) if self.timed else self

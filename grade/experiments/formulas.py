@@ -3,8 +3,6 @@
 What a framework adds (saved activations of a layer, temporaries, the allocator) is counted by `grade.memory.tracker`.
 """
 
-from __future__ import annotations
-
 from grade.memory.shapes import ModelShape
 
 
@@ -43,10 +41,10 @@ def lora_parameters(shape: ModelShape, r: int = 16, every: bool = False) -> int:
     return shape.layers * r * (2 * (shape.hidden + q) + 2 * (shape.hidden + kv) + mlp)
 
 
-def layer_activation_bytes(shape: ModelShape, batch: int, length: int, r: int = 16, itemsize: int = 2) -> dict:
-    """Bytes by group that one layer keeps for backward: LoRA of rank ``r`` on q, k, v and o, CUDA attention, a mask.
+def layer_activation_bytes(shape: ModelShape, batch: int, length: int) -> dict[str, int]:
+    """Bytes by group that one layer keeps for backward: LoRA of rank r = 16 on q, k, v and o, CUDA attention, a mask.
 
-    With ``N = B n`` tokens, ``q = heads * head_dim`` and s = ``itemsize``, in transformers' and PEFT's own code:
+    With ``N = B n`` tokens, ``q = heads * head_dim`` and s = 2 bytes, in transformers' and PEFT's own code:
 
     - norms: two float32 copies of the input and a float32 factor per token, ``2 (4 N D + 4 N)``
     - adapter inputs: each float32 product of the adapter keeps a float32 copy of its own input, and its r outputs,
@@ -57,7 +55,7 @@ def layer_activation_bytes(shape: ModelShape, batch: int, length: int, r: int = 
 
     For a half-precision base without query and key norms, and n a multiple of 16 (CUDA pads other masks).
     """
-    tokens, q = batch * length, shape.heads * shape.head_dim
+    tokens, q, r, itemsize = batch * length, shape.heads * shape.head_dim, 16, 2
     return {
         "norms": 2 * (4 * tokens * shape.hidden + 4 * tokens),
         "adapter inputs": 4 * (3 * tokens * shape.hidden + tokens * q) + 16 * tokens * r,

@@ -10,8 +10,6 @@ mean of their rewards and, as KL is convex, at most the mean of their KLs. So th
 mixed is chosen for each seed on the *other* seeds, so that the choice does not flatter a method.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -6,8 +6,6 @@ after the first rounding, so trained figures have tolerances from their own stan
 none to speak of.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

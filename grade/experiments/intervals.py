@@ -1,7 +1,5 @@
 """Intervals of statistics over rows, and paired comparisons over seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

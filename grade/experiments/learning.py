@@ -4,8 +4,6 @@ A seed decides adapter, prompts and noise of every method alike, so methods are 
 is the mean of its last two evaluations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 
@@ -194,14 +192,6 @@ def geometric(ratios: Sequence[float]) -> Interval:
     logs = np.log(values)
     without = (logs.sum() - logs) / (len(logs) - 1)  # the jackknife of a mean is its standard error
     return interval(np.exp(np.concatenate([[logs.mean()], without])), geometric=True)
-
-
-def ends(runs: pd.DataFrame) -> pd.DataFrame:
-    """Ends of runs with subjects: means of the last ``reward``, ``gold`` and ``kl``, and the reward's ``gain``."""
-    keys = ["subject", "method", "target_kl", "seed"]
-    curves = runs.sort_values("step", kind="stable").groupby(keys, sort=False)
-    table = curves.tail(LAST).groupby(keys, sort=False)[["reward", "gold", "kl"]].mean()
-    return table.assign(gain=table["reward"] - curves["reward"].first()).reset_index()
 
 
 def paired_rewards(runs: pd.DataFrame, level: float) -> pd.DataFrame:

@@ -9,8 +9,6 @@ these settings have no such table. Models that several tables share are a `funct
 Nothing below ``measure`` knows a figure or a claim, so neither ever costs a measurement.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

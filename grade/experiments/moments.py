@@ -18,8 +18,6 @@ estimators may be paired (made from the same completions). Standard errors are j
 How gradients are made is left to the experiments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ marks and line styles repeat what colour says. Every function takes tidy frames 
 standard error or a fitted exponent. Saving is left to the caller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ out. Figures of seconds stand below ``timings``, and not here, so that the page 
 again.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

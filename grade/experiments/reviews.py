@@ -15,8 +15,6 @@ Only mojibake is repaired (Windows-1252 punctuation stored as control characters
 in several sets, since the text does not say which film it is about; accuracies are slightly optimistic for that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import html
 import json

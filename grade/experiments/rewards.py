@@ -10,8 +10,6 @@
 | ``sums`` | 1 where the completion is the sum that the prompt asks for; of the policy of sums alone |
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +22,11 @@ from torch import Tensor
 from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
-from grade.experiments.shallow import ShallowReward, layer_count
+from grade.experiments.shallow import ShallowReward
 from grade.experiments.sums import ANSWER_TOKENS, sum_prompts, sums_folder
 from grade.experiments.training_runs import BATCH_ROWS, judged_by
 from grade.files import hashed, sha256_of
+from grade.gradients.distilled.families import layers_of
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
 from grade.models.adapter import LoraSettings
@@ -180,7 +179,7 @@ def _shallow(models: Models, depth: int, backbone: Backbone) -> ShallowReward:
 def _toy_model(kind: str, backbone: Backbone) -> RewardModel | ShallowReward:
     train, held = toy_reviews(200, seed=2), toy_reviews(80, seed=3)
     if kind == "trunk":
-        return ShallowReward(backbone, layer_count(backbone), train, held, _TOY_TOKENS)
+        return ShallowReward(backbone, layers_of(backbone), train, held, _TOY_TOKENS)
     fit = BagSettings(epochs=5, lr=1e-2, batch_size=32, min_tokens=_TOY_TOKENS, max_tokens=2 * _TOY_TOKENS)
     return train_reward("bag", RewardConfig(bag=fit, eval_tokens=[_TOY_TOKENS]), backbone, train, held)[0]
 

@@ -11,8 +11,6 @@ the published ones of its ``profile``, and measures toy sizes where there are no
 whatever holds one goes to a folder ``timings`` of its own, and everything else stays the same bytes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path

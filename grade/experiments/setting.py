@@ -1,12 +1,10 @@
 """Models, prompts and text to measure on; a tiny invented task by default."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,17 +36,6 @@ def load_models(
     return backbone, load_reward(reward_dir, backbone).to(device), [r.text for r in load_reviews(reviews_dir, "test")]
 
 
-def make_setting(
-    backbone: Backbone, reward_model: RewardModel, texts: Sequence[str], batch: int, prompt: int, new: int, k: int,
-    tau: float = 1.0,
-) -> Setting:  # fmt: skip
-    """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens."""
-    chosen = _long_enough(backbone, map(prompt_text, texts), batch, prompt)
-    prompts = encode_prompts(backbone.tokenizer, chosen, prompt).to(backbone.device)
-    relaxation = RelaxationConfig(gumbel_topk=min(k, backbone.vocab_size), tau=tau, max_new_tokens=new)
-    return Setting(backbone, prompts, Objective(reward_model, 0.1), relaxation)
-
-
 @dataclass(frozen=True)
 class Setting:
     """What the measurements of one run have in common."""
@@ -58,7 +45,7 @@ class Setting:
     objective: Objective
     relaxation: RelaxationConfig
 
-    def relaxed(self, **changes: Any) -> Setting:
+    def relaxed(self, **changes: Any) -> Self:
         """The same with other values of the relaxation."""
         return replace(self, relaxation=self.relaxation.model_copy(update=changes))
 
@@ -77,6 +64,17 @@ class Setting:
     def rollout(self) -> Rollout:
         """A rollout with the same noise."""
         return sample(self.backbone, self.prompts, self.relaxation, self.noise())
+
+
+def make_setting(
+    backbone: Backbone, reward_model: RewardModel, texts: Sequence[str], batch: int, prompt: int, new: int, k: int,
+    tau: float = 1.0,
+) -> Setting:  # fmt: skip
+    """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens."""
+    chosen = _long_enough(backbone, map(prompt_text, texts), batch, prompt)
+    prompts = encode_prompts(backbone.tokenizer, chosen, prompt).to(backbone.device)
+    relaxation = RelaxationConfig(gumbel_topk=min(k, backbone.vocab_size), tau=tau, max_new_tokens=new)
+    return Setting(backbone, prompts, Objective(reward_model, 0.1), relaxation)
 
 
 def kl_at_start(setting: Setting) -> dict[str, float]:

@@ -4,8 +4,6 @@ Trained as `trunk` is (`grade.rewards.fit`), on a base that is cut meanwhile. Th
 before its gradient says nothing about other tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 
@@ -28,11 +26,6 @@ def first_layers(backbone: Backbone, depth: int) -> Iterator[None]:
         yield
     finally:
         setattr(decoder, name, every)
-
-
-def layer_count(backbone: Backbone) -> int:
-    """How many layers the base has."""
-    return len(getattr(backbone.decoder, _layers_name(backbone)))
 
 
 class ShallowReward(nn.Module):

@@ -11,8 +11,6 @@ A policy that reads hints (``hinted``) has learned lines of which half begin wit
 half as often.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the same again and again (perplexity and distinct-n fall). Both depend on how ma
 long they are: compare only at equal n and length.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What experiments on traced steps share: tables of traces, bytes kept, a GRPO update."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +26,8 @@ from grade.models.scoring import predicting_hidden
 
 MOST_POINTS = 1000
 """Points of a timeline: as many as a figure of its width can show."""
+_BETA = 0.005
+"""Weight of KL in `PolicyStepConfig`."""
 
 Result = TypeVar("Result")
 
@@ -104,7 +104,7 @@ def saved_bytes(fn: Callable[[], object], exclude: Iterable[Tensor] = ()) -> int
     return sum(storage.nbytes() for storage in packed.values())
 
 
-def kept_bytes(fn: Callable[[], Result], round_to: int = 1) -> tuple[Result, int]:
+def kept_bytes(fn: Callable[[], Result]) -> tuple[Result, int]:
     """The result of ``fn``, and the bytes that it creates and that are alive with it: lists, caches and closures too.
 
     >>> w = torch.ones(16, 4, requires_grad=True)
@@ -114,7 +114,7 @@ def kept_bytes(fn: Callable[[], Result], round_to: int = 1) -> tuple[Result, int
     """
     gc.freeze()  # older objects do not count, and searching all of torch's would take most of the time
     try:
-        with MemoryTracker(round_to) as tracker:
+        with MemoryTracker(round_to=1) as tracker:
             result = fn()
         gc.collect()
     finally:
@@ -129,12 +129,11 @@ class PolicyStepConfig(TracedConfig):
     a clipped policy-gradient loss is backpropagated. Left out: the sampling engine's weights and caches, and a critic.
     """
 
-    logits: Literal["chunked", "completion", "all"] = Field(
-        "chunked", description="chunked: a few rows at a time; completion: all [B, T, V] at once; all: the prompt's too"
+    logits: Literal["chunked", "all"] = Field(
+        "chunked", description="chunked: a few rows at a time; all: those of prompts and completions at once"
     )
     self_certainty: bool = Field(False, description="score self-certainty, Intuitor's reward")
     reference: bool = Field(True, description="score the reference, for KL")
-    kl_coef: float = Field(0.005, ge=0, description="weight beta of KL (k3 estimator)")
 
     def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
         prompts, generator, scale = self.prompts(backbone), generator_on(backbone), 1 / self.gradient_accumulation_steps
@@ -143,8 +142,8 @@ class PolicyStepConfig(TracedConfig):
         mask, advantages = torch.ones_like(ids), torch.ones(shape[0], 1, device=backbone.device)
 
         def logps(certain: bool = False) -> tuple[Tensor, Tensor | None]:
-            if self.logits != "chunked":
-                return self._dense(backbone, prompts, ids, certain)
+            if self.logits == "all":
+                return _dense(backbone, prompts, ids, certain)
             hidden = predicting_hidden(backbone, prompts, ids)
             rows = hidden.flatten(0, 1)
             values = [token_logps(backbone.head, rows, ids.flatten())]
@@ -165,24 +164,22 @@ class PolicyStepConfig(TracedConfig):
                     new, _ = logps()
                 surrogate = clipped_surrogate(new, old, advantages, 0.2)
                 kl = k3(new, ref)
-                loss = ((self.kl_coef * kl - surrogate) * mask).sum() / mask.sum()
+                loss = ((_BETA * kl - surrogate) * mask).sum() / mask.sum()
             (loss * scale).backward()
 
         return run
 
-    def _dense(
-        self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, certain: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The usual way: logits of all positions at once, in float32."""
-        if self.logits == "completion":
-            logits = backbone.head(predicting_hidden(backbone, prompts, ids))  # [B, T, V]
-        else:
-            inputs = torch.cat([prompts.ids, ids], 1)
-            every = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
-            logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # [B, P + T, V]
-            logits = logits[:, prompts.ids.shape[1] - 1 : -1]
-        certainty = certainty_of_logits(logits) if certain else None
-        return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2), certainty
+
+def _dense(
+    backbone: Backbone, prompts: PromptBatch, ids: Tensor, certain: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The usual way: logits of all positions at once, in float32."""
+    inputs = torch.cat([prompts.ids, ids], 1)
+    every = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+    logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # [B, P + T, V]
+    logits = logits[:, prompts.ids.shape[1] - 1 : -1]
+    certainty = certainty_of_logits(logits) if certain else None
+    return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2), certainty
 
 
 def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:

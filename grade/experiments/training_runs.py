@@ -4,8 +4,6 @@ Every run is `grade.training.run.run_training` with the same prompts and evaluat
 order of the prompts and the noise.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import time

@@ -3,8 +3,6 @@
 TRL is an optional extra: ``pip install -e ".[peers]"``.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 import time
@@ -23,8 +21,9 @@ from transformers import TrainerCallback
 from grade.errors import InputError
 from grade.experiments.measured import write_table
 from grade.memory.trl_file import have_trl
+from grade.models.adapter import LoraSettings
 from grade.models.backbone import load_pretrained
-from grade.results import environment, write_metrics
+from grade.results import environment
 from grade.training.config import TrainConfig
 
 SAME = (
@@ -43,14 +42,11 @@ def require_peer(name: str) -> None:
         raise InputError("peer", name, "the package trl, installed: pip install -e '.[peers]'")
 
 
-def write_contest(
-    folder: str | Path, tables: Mapping[str, pd.DataFrame | None], figures: Mapping[str, Any], **about: Any
-) -> None:
-    """Write the tables by name, ``metrics.json``, and ``environment.json`` with TRL's version (and ``about``)."""
+def write_contest(folder: str | Path, tables: Mapping[str, pd.DataFrame | None], **about: Any) -> None:
+    """Write the tables by name, and ``environment.json`` with TRL's version (and ``about``)."""
     for name, table in tables.items():
         if table is not None:
             write_table(Path(folder, name), table)
-    write_metrics(Path(folder, "metrics.json"), figures)
     write_table(Path(folder, "environment"), environment() | {"trl": have_trl() and version("trl")} | about)
 
 
@@ -99,26 +95,35 @@ class Clock(TrainerCallback):
                 self.observe(get_peft_model_state_dict(model), state.global_step, sum(self.seconds))
 
 
-def train_trl(
+def trl_trainer(
     base: str, dtype: torch.dtype, trainer: Callable[..., Any], arguments: Callable[..., Any],
-    columns: Mapping[str, Sequence[Any]], clock: Clock,
-) -> None:  # fmt: skip
-    """Train one of TRL's trainers with LoRA on a base, and a dataset of these columns."""
+    columns: Mapping[str, Sequence[Any]], lora: LoraSettings, folder: str, **options: Any,
+) -> Any:  # fmt: skip
+    """One of TRL's trainers with LoRA on a copy of a base (two adapters on one base would wrap each other).
+
+    Its dataset has these columns.
+    """
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
     model, tokenizer = load_pretrained(base, dtype)
     tokenizer.padding_side = "left"
-    settings = clock.config.lora
-    lora = LoraConfig(r=settings.r, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=settings.target_modules,
-                      task_type="CAUSAL_LM")  # fmt: skip
+    adapter = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.target_modules,
+                         task_type="CAUSAL_LM")  # fmt: skip
     # Named, because hashing the table's content fails with some versions of pyarrow.
     dataset = Dataset(InMemoryTable.from_pydict(dict(columns)), fingerprint="prompts")
+    return trainer(model=model, args=arguments(output_dir=folder), train_dataset=dataset, processing_class=tokenizer,
+                   peft_config=adapter, **options)  # fmt: skip
+
+
+def train_trl(
+    base: str, dtype: torch.dtype, trainer: Callable[..., Any], arguments: Callable[..., Any],
+    columns: Mapping[str, Sequence[Any]], clock: Clock,
+) -> None:  # fmt: skip
+    """Train a `trl_trainer` with a clock."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer(
-            model=model, args=arguments(output_dir=folder), train_dataset=dataset, processing_class=tokenizer,
-            peft_config=lora, callbacks=[clock],
-        ).train()  # fmt: skip
+        made = trl_trainer(base, dtype, trainer, arguments, columns, clock.config.lora, folder, callbacks=[clock])
+        made.train()
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:

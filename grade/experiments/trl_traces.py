@@ -1,7 +1,5 @@
 """Traces of TRL's trainers against their own steps, which run on a CPU or on CUDA."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Mapping

@@ -76,8 +76,7 @@ def test_tracing_shows_on_a_terminal_how_far_it_is(monkeypatch, capsys):
 
 def test_bench_writes_every_step_and_the_headline_figures(tmp_path, capsys):
     target, metrics = tmp_path / "new" / "memory.json", tmp_path / "metrics.json"
-    options = ["--output", str(target), "--metrics", str(metrics), "--set", "models=[tiny]"]
-    options += ["--set", "time_traces=false", "--set"]
+    options = ["--output", str(target), "--metrics", str(metrics), "--set", "models=[tiny]", "--set"]
     assert main(["bench", "memory", *options, "steps=[8]"]) == 0
     data = json.loads(target.read_text())
     assert read_metrics(tmp_path / "timings.json")["environment/torch"]

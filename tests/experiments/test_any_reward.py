@@ -69,10 +69,7 @@ def test_samples_to_the_baselines_final_reward_by_hand():
     assert ratios.loc["rloo", ["ratio", "low", "high", "kl_ratio"]].tolist() == [1, 1, 1, 1]
 
 
-def test_ends_and_rewards_at_equal_kl_by_hand():
-    runs = learning.main_runs(table(curve("rloo", 1, [0.5, 0.5, 0.7], [0.0, 1.0, 3.0])))
-    # the mean of the last two evaluations, and the gain over the first
-    assert learning.ends(runs)[["reward", "kl", "gain"]].iloc[0].tolist() == pytest.approx([0.6, 2.0, 0.1])
+def test_rewards_at_equal_kl_by_hand():
     path, low = ([0.5, 0.7, 0.75], [0.0, 8.0, 2.0]), ([0.5, 0.6, 0.7], [0.0, 1.0, 2.0])
     runs = table(*(curve("auto", s, *c, target=t) for s in (0, 1) for t, c in ((5.0, path), (10.0, low))),
                  *(curve("rloo", s, [0.5, 0.6], [0.0, 2.0 + 2 * s], target=5.0) for s in (0, 1)),

@@ -47,7 +47,7 @@ def test_the_needed_files_arrive_with_a_manifest(links, tmp_path):
     registry = registry_for(make_wheel(links))
     manifest = fetch(CONFIG, tmp_path / "raw", registry)
     assert sorted(p.name for p in (tmp_path / "raw").iterdir()) == ["manifest.json", NAME]
-    assert sorted(p.name for p in (tmp_path / "raw" / NAME).iterdir()) == ["package.json", "reviews.csv"]
+    assert sorted(p.name for p in (tmp_path / "raw" / NAME).iterdir()) == ["reviews.csv"]
     assert (tmp_path / "raw" / NAME / "reviews.csv").read_bytes() == CONTENT
     record = dict(files={"reviews.csv": len(CONTENT)}, licence="MIT", sha256=registry[NAME].sha256, version="1.0")
     assert manifest == json.loads((tmp_path / "raw" / "manifest.json").read_text()) == {NAME: record}

@@ -26,7 +26,7 @@ ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v
 
 
 def test_traced_peaks_are_those_of_steps_that_ran():
-    errors = traces_table("tiny").set_index("step").rel_error.abs()
+    errors = traces_table().set_index("step").rel_error.abs()
     assert len(errors) == 11 and errors.drop("beside a reward, distilled").max() < 0.001 and errors.max() < 0.02
 
 

@@ -1,7 +1,5 @@
 """Figures of the experiment on any reward, from its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -105,44 +103,18 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
     return grid.figure
 
 
-_RATIOS = (0.05, 20.0)
-
-
-def batches_figure(ratios: pd.DataFrame) -> Figure | None:
-    """Samples of `auto` to `rloo`'s final reward over its own, by completions per step; None without several."""
-    table = ratios[(ratios["method"] == "auto") & (ratios["n"] > 0)]
-    table = table[table.groupby("subject")["completions"].transform("nunique") > 1]
-    if table.empty:
-        return None
-    ends = {end: table[end].astype(float).clip(*_RATIOS) for end in ("low", "high")}
-    table = with_ends(table.assign(subject=table["subject"].map(title), **ends), "ratio")
-    heading = "Completions that auto needs, over rloo's (below 1: fewer)"
-    grid = panels(sns.relplot, table, heading, kind="line", x="completions", y="ratio", hue="subject",
-                  style="subject", markers=True, dashes=False,
-                  palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars", markersize=9,
-                  **INTERVAL)  # fmt: skip
-    grid.ax.axhline(1, **_LINE)
-    grid.set(xscale="log", yscale="log", ylim=_RATIOS)
-    grid.set(xlabel="completions per step", ylabel="ratio (bars: 95 %, cut at the edges)")
-    sizes = sorted(table["completions"].unique())
-    grid.ax.set_xticks(sizes, [str(size) for size in sizes])
-    grid.ax.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
-    grid.ax.minorticks_off()
-    return grid.figure
-
-
-def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
-    """Tokens that a distilled reward likes most and least, so many at either end; None for an empty table."""
+def tokens_figure(table: pd.DataFrame) -> Figure | None:
+    """Tokens that a distilled reward likes most and least, twelve at either end; None for an empty table."""
     if table.empty:
         return None
     table = table.assign(subject=list(map(title, subject_names(table["policy"], table["reward"]))))
-    rows = table[table["rank"].abs() <= shown].sort_values("value", ascending=False)
+    rows = table[table["rank"].abs() <= 12].sort_values("value", ascending=False)
     rows = rows.assign(token=rows["token"].astype(str).str.replace("$", r"\$"), good=rows["value"] > 0)
     grid = panels(
         sns.catplot, rows, "Tokens that the reward likes most and least", kind="bar", x="value", y="token", hue="good",
         palette={True: color("good"), False: color("bad")}, legend=False, errorbar=None, col="subject",
         col_order=table["subject"].unique(), col_wrap=min(2, table["subject"].nunique()), sharex=False,
-        sharey=False, height=0.18 * 2 * shown + 1.0, aspect=0.8,
+        sharey=False, height=5.32, aspect=0.8,
     )  # fmt: skip
     grid.set_titles("{col_name}").set_axis_labels("change in the completion's reward", "").tick_params("y", labelsize=8)
     return grid.figure

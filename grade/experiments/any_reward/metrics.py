@@ -1,14 +1,12 @@
 """Figures of the experiment on any reward, from its tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from scipy.stats import norm
 
 from grade.experiments import learning
 from grade.experiments.any_reward.measure.tables import Settings
-from grade.experiments.frontier import estimates, paired_figures
+from grade.experiments.frontier import paired_figures
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.gradients.distilled.families import ADDITIVE
 
@@ -19,24 +17,22 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
     What a table does not hold has no figure. Subjects are named as in `learning.subject_names`. ``from_n`` is the least
-    number of completions at which the best family explains something (two standard errors; None: never). Without a
-    prefix figures are of `auto`, at the target ``headline_kl`` and the most completions per step.
+    number of completions at which the best family explains something (two standard errors; None: never). Samples are
+    those of `auto`, at the target ``headline_kl`` and the most completions per step.
     """
     figures = _bias(tables) | _explained(tables["explained"]) | _worth(tables["worth"])
-    figures |= _ratios(tables["runs"], settings.headline_kl)
-    runs = learning.main_runs(tables["runs"])
-    ends = learning.ends(runs[runs["target_kl"] == settings.headline_kl])
-    ends = ends.melt(["subject", "method"], ["reward", "gain", "gold", "kl"]).dropna()
-    figures |= estimates(ends, "end/{subject}/{method}/{variable}", {"": "value"})
-    rewards = learning.rewards_at_kl(runs, settings.kl_levels)
-    figures |= estimates(rewards, "reward_at_kl/{subject}/{kl:g}/{method}", {"": "reward"})
+    ratios = learning.ratio_table(tables["runs"])
+    ratios = ratios.query("most and method == 'auto' and target_kl == @settings.headline_kl")
+    samples, of_samples = "samples_over_rloo/{subject}", {"_censored": "censored", "_of_run": "of_run"}
+    figures |= figures_of(ratios, samples, {"_n": "n"})
+    figures |= figures_of(ratios.query("n > 0"), samples, {"": "ratio", "_low": "low", "_high": "high"} | of_samples)
     pairs = learning.paired_rewards(tables["runs"], settings.headline_level)
     figures |= paired_figures(pairs, "paired/{subject}/{method}_minus_{against}")
     return finite(figures)
 
 
-def timed_metrics(tables: Tables, settings: Settings) -> Values:
-    """Figures of seconds: of training, and the fit's share of a step's.
+def timed_metrics(tables: Tables) -> Values:
+    """Figures of seconds: the fit's share of a step's.
 
     ``cost/fit_share`` is that of the policy whose steps are slowest: the fit takes as long on all.
     ``cost/completions`` are the fewest in the store.
@@ -46,10 +42,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     shares = sums["fit_seconds"] / sums["step_seconds"]
     figures = {f"cost/fit_share_{policy}": share for policy, share in shares.items()}
     figures["cost/fit_share"] = shares[cost.loc[cost["step_seconds"].idxmax(), "policy"]]
-    figures["cost/completions"] = int(cost["completions"].min())
-    runs = learning.main_runs(tables["run_seconds"])
-    seconds = runs[runs["target_kl"] == settings.headline_kl].groupby(["subject", "method", "seed"])["seconds"].max()
-    return finite(figures | estimates(seconds.reset_index(), "seconds/{subject}/{method}", {"": "seconds"}))
+    return finite(figures | {"cost/completions": int(cost["completions"].min())})
 
 
 def best_worths(table: pd.DataFrame) -> pd.DataFrame:
@@ -72,40 +65,19 @@ def _prefix(table: pd.DataFrame) -> np.ndarray:
 
 
 def _explained(table: pd.DataFrame) -> Values:
-    """R2; a trained policy's below ``trained/``."""
+    """From how many completions on something is explained; of a trained policy below ``trained/``."""
     subjects = learning.subject_names(table["policy"], table["reward"])
     table = table.assign(key=_prefix(table) + pd.Series([f"explained/{subject}" for subject in subjects]))
     known = table.dropna(subset=["r2"])
     best = known.loc[known.groupby(["key", "n"])["r2"].idxmax()]
     something = best[best["r2"] > 2 * best["r2_stderr"]].groupby("key")["n"].min()
-    return (
-        figures_of(table, "{key}/{family}_{n}", {"": "r2", "_stderr": "r2_stderr"})
-        | figures_of(best, "{key}/best_{n}", {"": "r2"})
-        | {f"{key}/from_n": something.get(key) for key in table["key"].unique()}
-    )
+    return {f"{key}/from_n": something.get(key) for key in table["key"].unique()}
 
 
 def _worth(table: pd.DataFrame) -> Values:
     best = best_worths(table)
     best = best.assign(key=_prefix(best) + best["n"].map(lambda n: "worth" if n == 1 else f"worth_at_{n}"))
-    key = "{key}/{subject}/{label}"
-    cosines = figures_of(best.query("n == 1 and estimator != 'rloo'"), key, {"_cosine": "cosine_mean"})
-    return figures_of(best, key, {"": "worth", "_low": "low", "_high": "high"}) | cosines
-
-
-def _ratios(runs: pd.DataFrame, headline_kl: float) -> Values:
-    table = learning.ratio_table(runs).query("method != @learning.AGAINST")
-    prefixes = [("" if row.most else f"batch_{row.completions}/")
-                + ("" if row.target_kl == headline_kl else f"target_{row.target_kl:g}/")
-                + ("" if row.method == "auto" else f"{row.method}/") for row in table.itertuples()]  # fmt: skip
-    table, samples = table.assign(prefix=prefixes), "{prefix}samples_over_rloo/{subject}"
-    known = table[table["n"] > 0]
-    of_samples = {"": "ratio", "_low": "low", "_high": "high", "_censored": "censored", "_of_run": "of_run"}
-    return (
-        figures_of(table, samples, {"_n": "n"})
-        | figures_of(known, samples, of_samples)
-        | figures_of(known, "{prefix}kl_over_rloo/{subject}", {"": "kl_ratio", "_low": "kl_low", "_high": "kl_high"})
-    )
+    return figures_of(best, "{key}/{subject}/{label}", {"": "worth", "_low": "low", "_high": "high"})
 
 
 def worst_deviation(table: pd.DataFrame) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Figures of the experiment on activation caching."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt

@@ -1,7 +1,5 @@
 """Figures of the experiment on activation caching, and verdicts on document 002 (``claims.yaml``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,35 +16,26 @@ GB = 1e9
 AGREE = 1e-4  # nats: float32 log-probabilities of the same tokens, computed in another order
 
 
-def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
-    """Bytes of one layer, peaks in decimal GB and MB, log-probabilities and KL in nats, other differences relative."""
+def metrics(tables: Tables, settings: Settings) -> dict[str, float]:
+    """Bytes of one layer, what steps add in decimal GB, log-probabilities and KL in nats, others relative."""
     shape, length = shape_of(settings.model), settings.prompt_tokens + settings.new_tokens
     parts, eager = layer_parts(tables["layer"], "sdpa"), layer_parts(tables["layer"], "eager")
     peaks, policy, agreement = tables["peaks"], tables["policy"], tables["agreement"]
     peak = peaks.set_index("option").peak_bytes
-    options = peaks[peaks.option != COPY].assign(peak_gb=peaks.peak_bytes / GB, step_gb=peaks.step_bytes / GB)
-    measured = ("ref_max_abs_diff", "grad_rel_diff", "peak_mb")
+    options = peaks[peaks.option != COPY].assign(step_gb=peaks.step_bytes / GB)
     kept = shape.layers * parts.sum() + rows_bytes(settings.batch, length, shape.vocab, 2)
     return {
         **{f"caching/layer_{name.replace(' ', '_').lower()}_bytes": int(n) for name, n in parts.items()},
         "caching/layer_bytes": int(parts.sum()), "caching/layer_eager_bytes": int(eager.sum()),
-        **figures_of(options, "caching/traced_{option}", {"_peak_gb": "peak_gb", "_step_gb": "step_gb"}),
-        **figures_of(agreement.assign(peak_mb=agreement.peak_bytes / 1e6), "caching/measured_{option}",
-                     {f"_{name}": name for name in measured}),
+        **figures_of(options, "caching/traced_{option}_step_gb", {"": "step_gb"}),
+        **figures_of(agreement, "caching/measured_{option}_ref_max_abs_diff", {"": "ref_max_abs_diff"}),
         "caching/forward_kept_gb": kept / GB,
         "caching/second_base_gb": (peak[COPY] - peak["selected"]) / GB,
         "caching/stored_bytes_per_sample": rows_bytes(1, length - 1, 1),
         "caching/last_layer_difference": tables["layer_differences"].relative_difference.iloc[-1],
         "caching/train_eval_difference": policy["dropout"],
         "caching/kl_to_base": policy["kl_to_base"], "caching/kl_to_itself": policy["kl_to_itself"],
-        "caching/model": settings.model,
     }  # fmt: skip
-
-
-def timed_metrics(tables: Tables) -> dict[str, float]:
-    """Time of each option over that of ``selected``."""
-    seconds = tables["seconds"].set_index("option").seconds
-    return {f"caching/measured_{o}_over_selected_seconds": s / seconds["selected"] for o, s in seconds.items()}
 
 
 def layer_parts(layer: pd.DataFrame, attention: str) -> pd.Series:

@@ -1,7 +1,5 @@
 """Commands that make the experiments' base models."""
 
-from __future__ import annotations
-
 import argparse
 
 from grade.cli.options import command, print_metrics

@@ -1,7 +1,5 @@
 """``grade bench``: measured on this machine what is otherwise predicted."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -39,6 +37,6 @@ def _bench(args: argparse.Namespace) -> None:
     # With metrics it is the pipeline's run, whose files are the same bytes the next time: times stand in timings.json.
     if args.metrics:
         timed = {f"{row['name']}/seconds": row.pop("seconds") for row in rows if "seconds" in row}
-        write_results(args.metrics, bench_figures(rows, args.device, config.time_traces) | timed)
+        write_results(args.metrics, bench_figures(rows, args.device) | timed)
         write_text(target, json.dumps({"steps": rows}, indent=1) + "\n")
     print(target)

@@ -1,7 +1,5 @@
 """Commands that fetch and split the experiments' text."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """Commands of the experiments: execute a notebook, measure tables."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

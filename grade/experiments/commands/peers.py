@@ -1,7 +1,5 @@
 """The command that trains a peer."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from functools import partial
@@ -12,13 +10,13 @@ from grade.cli.options import command, print_metrics
 from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
 from grade.experiments.compare.measure.steps import METHODS, StepPeersConfig, timed_rows, trl_rows
 from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
-from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers
+from grade.experiments.compare.peers import peer_figures, write_peers
 from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure_teacher_peers
 from grade.experiments.teachers.metrics import teacher_peer_figures
 from grade.experiments.trl_runs import require_peer, write_contest
 from grade.experiments.trl_traces import trl_traces
 from grade.files import claimed, write_text
-from grade.results import environment
+from grade.results import environment, write_metrics
 
 
 @command("peers", output_dir="metrics.json and curves.csv go here", config=PeersConfig)
@@ -32,15 +30,14 @@ def _peers(args: argparse.Namespace) -> None:
     print_metrics(figures)
 
 
-@command("text-peers", output_dir="runs.csv, metrics.json and environment.json go here", config=TextPeersConfig)
+@command("text-peers", output_dir="runs.csv and environment.json go here", config=TextPeersConfig)
 def _text_peers(args: argparse.Namespace) -> None:
     """Compare what others do with scored text, or with samples, with this project's methods."""
     config = TextPeersConfig.load(args.config, args.set)
     with claimed(args.output_dir, (), shared=True):
         for rows in compare_text_peers(config):
-            figures = text_peer_figures(rows)
-            write_contest(args.output_dir, {"runs": rows}, figures)
-    print_metrics(figures)
+            write_contest(args.output_dir, {"runs": rows})
+    print(f"wrote {args.output_dir}")
 
 
 @command("teacher-peers", output_dir="curves.csv, metrics.json and environment.json go here", config=TeacherPeersConfig)
@@ -52,7 +49,8 @@ def _teacher_peers(args: argparse.Namespace) -> None:
         traces = trl_traces(layers=config.trace_layers) if config.trace_layers else None
         figures = teacher_peer_figures(curves, costs, traces)
         tables = {"curves": curves, "timings/costs": costs, "trl_traces": traces}
-        write_contest(args.output_dir, tables, figures, threads=1)  # of each process that trains
+        write_contest(args.output_dir, tables, threads=1)  # of each process that trains
+        write_metrics(Path(args.output_dir, "metrics.json"), figures)
     print_metrics(figures)
 
 

@@ -1,7 +1,5 @@
 """Commands of the pipeline: run it, put its results on one page, hold them against the published ones, publish them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from pathlib import Path

@@ -15,8 +15,6 @@ from ten with fewer, since a standard error from two runs is itself uncertain (o
 with two).
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from typing import Any

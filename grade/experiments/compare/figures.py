@@ -1,8 +1,6 @@
 """Figures of the training comparison, from its tables."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -71,21 +69,6 @@ def gold_figure(curves: pd.DataFrame, beta: float) -> Figure:
         ax.axline(start, slope=1, color=color("text"), linestyle=":", linewidth=1.2)
         ax.set_ylim(limits)
     grid.set_titles("{col_name}").set_axis_labels("trained reward, held-out prompts", "gold judge, same completions")
-    return grid.figure
-
-
-def gains_figure(figures: Mapping[str, float], methods: Sequence[str]) -> Figure:
-    """A bar for each method, largest gain first, with two standard errors over seeds, and the KL that it took."""
-    rows = [(f"{method}, KL {figures[f'final/{method}/kl']:.3g}", figures[key], 2 * figures.get(f"{key}_stderr", 0.0))
-            for method in methods if (key := f"gain/{method}") in figures]  # fmt: skip
-    table = pd.DataFrame(rows, columns=["method", "gain", "error"]).sort_values("gain", ascending=False)
-    table = table.assign(low=table["gain"] - table["error"], high=table["gain"] + table["error"])
-    title = f"Largest mean gain from equal completions, not at equal KL: {table['method'].iloc[0]}"
-    grid = panels(sns.catplot, with_ends(table, "gain"), title, kind="bar", x="gain", y="method", hue="method",
-                  legend=False, palette={name: color(name.split(",")[0]) for name in table["method"]},
-                  height=0.4 * len(table) + 1.2, aspect=2.5,
-                  **INTERVAL)  # fmt: skip
-    grid.set_axis_labels("gain in held-out reward (bars: 2 standard errors over seeds)", "")
     return grid.figure
 
 

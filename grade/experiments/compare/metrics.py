@@ -1,7 +1,5 @@
 """Figures of the comparison, from its tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -27,31 +25,15 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     KL is in nats per completion, except for ``defects/kl_*``, in nats per token.
     """
     figures = {f"untrained/{name}": value for name, value in tables["untrained"].items()}
-    for prefix, reward in _rewards(settings).items():
+    rewards = {"": settings.reward} | ({"second/": settings.second_reward} if settings.has_second else {})
+    for prefix, reward in rewards.items():
         curves, finals = (on_reward(tables[name], reward) for name in ("curves", "finals"))
         figures |= frontier_figures(curves, settings.kl_levels, prefix)
         figures |= final_figures(finals, settings.headline_beta, prefix)
     figures |= paired_figures(paired_rewards(tables, settings), "paired/{method}_minus_{against}/{of}")
-    slopes = overoptimisation(on_reward(tables["curves"], settings.reward))
-    figures |= figures_of(slopes, "gold_slope/{method}", {"": "slope"})
-    figures |= {name: value for name, value in tables["peer"].items() if not name.startswith("peer/settings/")}
     defects = {f"defects/{name}": value for name, value in tables["defects"].items()}
     del defects["defects/loss_plus_reward_with_kl"]
     return figures | defects
-
-
-def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
-    """Figures of seconds of training, and the peer's of seconds and memory."""
-    figures: dict[str, Any] = dict(tables.get("peer_times", {}))
-    for prefix, reward in _rewards(settings).items():
-        ends = run_seconds(tables["seconds"], reward, settings.headline_beta)
-        figures |= estimates(ends, prefix + "final/{method}", {"/seconds": "seconds"})
-    return figures
-
-
-def _rewards(settings: Settings) -> dict[str, str]:
-    """The rewards by the prefix of their metrics."""
-    return {"": settings.reward} | ({"second/": settings.second_reward} if settings.has_second else {})
 
 
 def on_reward(table: pd.DataFrame, reward: str) -> pd.DataFrame:
@@ -120,14 +102,8 @@ def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def frontier_figures(curves: pd.DataFrame, levels: list[float], prefix: str = "") -> dict[str, float]:
-    """Metrics ``frontier/<method>/kl<level>``: means of `rewards_at_kl` over seeds.
-
-    ``frontier/<method>/kl_reached`` is the largest KL of any run, averaged over seeds: beyond it a method's frontier is
-    flat.
-    """
-    figures = estimates(rewards_at_kl(curves, levels), prefix + "frontier/{method}/kl{kl:g}", {"": "reward"})
-    reached = curves.groupby(["method", "seed"], sort=False)["kl"].max().groupby("method", sort=False).mean()
-    return figures | {f"{prefix}frontier/{method}/kl_reached": float(value) for method, value in reached.items()}
+    """Metrics ``frontier/<method>/kl<level>``: means of `rewards_at_kl` over seeds."""
+    return estimates(rewards_at_kl(curves, levels), prefix + "frontier/{method}/kl{kl:g}", {"": "reward"})
 
 
 def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[str, float]:

@@ -5,8 +5,6 @@ Left out: what cannot be computed without the paper's runs, and what needs a mod
 (`grade.experiments.compare.measure.defects`).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Seconds and memory differ from run to run; the figures that hold them are listed in `TIMED`, and are kept apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +11,11 @@ from typing import Any
 import pandas as pd
 
 from grade.experiments.compare.measure.peers import PEER
-from grade.experiments.frontier import estimate_figures
 from grade.experiments.learning import first_reach
 from grade.experiments.measured import figures_of, write_environment
 from grade.results import write_history, write_metrics
 
-TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
-         "seconds_over_trl", "best_method", "best_over_trl_seconds")  # fmt: skip
+TIMED = ("seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal", "seconds_over_trl")
 """Names below ``peer/`` of what differs from run to run."""
 
 
@@ -40,16 +36,12 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame) -> dict[str, float]:
     The reward to reach lies half of the way from the untrained policy's to the lowest end of all, so that all
     reach it. Near the ends a policy exploits the reward at a KL of tens of nats, where time says little.
 
-    ``best_method`` is the fastest of ours; ``samples_over_trl`` and ``seconds_over_trl`` are of the last of ours. A
-    goal is there only if all gain.
+    ``samples_over_trl`` and ``seconds_over_trl`` are of the last of ours. A goal is there only if all gain.
     """
     mib = costs.assign(peak_mib=costs["peak_bytes"] / 2**20, start_mib=costs["start_bytes"] / 2**20)
-    figures: dict[str, Any] = {}
+    figures: dict[str, float] = {}
     for name in ("seconds_per_sample", "peak_mib", "start_mib"):
         figures |= figures_of(mib, f"peer/{name}/{{method}}", {"": name})
-    each = costs.set_index("method")["seconds_per_sample"]
-    if "grpo" in each:
-        figures["peer/grpo_over_trl_seconds_per_sample"] = each["grpo"] / each[PEER]
     runs = {method: run.sort_values("step") for method, run in curves.groupby("method", sort=False)}
     for method, run in runs.items():
         figures |= {f"peer/end_{name}/{method}": float(run[name].iloc[-1]) for name in ("reward", "kl")}
@@ -57,37 +49,10 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame) -> dict[str, float]:
     if lowest <= base:
         return figures
     goal = base + 0.5 * (lowest - base)
-    *_, last = ours = [method for method in runs if method != PEER]
+    *_, last = (method for method in runs if method != PEER)
     at = {name: {method: first_reach(run.assign(samples=run[name]), goal, math.inf)[0] for method, run in runs.items()}
           for name in ("seconds", "samples", "kl")}  # fmt: skip
     for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
         figures |= {f"peer/{label}/{method}": value for method, value in at[name].items()}
-    seconds, samples = at["seconds"], at["samples"]
-    best = min(ours, key=seconds.get)
-    return figures | {
-        "peer/seconds_over_trl": seconds[last] / seconds[PEER], "peer/samples_over_trl": samples[last] / samples[PEER],
-        "peer/best_method": best, "peer/best_over_trl_seconds": seconds[best] / seconds[PEER], "peer/goal_reward": goal,
-    }  # fmt: skip
-
-
-def text_peer_figures(rows: pd.DataFrame) -> dict[str, float]:
-    """``seconds_over_trl/...`` and ``samples_over_trl/...``, below them the subject, the method and its strength.
-
-    Where a run first has the reward of GRPO's best evaluation at no more KL, over what GRPO had spent there: the mean
-    over seeds, with ``_stderr`` and ``_n``. ``_missed`` counts the runs that never have it; with any there is no mean.
-    """
-    figures: dict[str, float] = {}
-    rows = rows.assign(subject=rows["policy"] + "_" + rows["reward_name"])
-    for subject, part in rows.groupby("subject"):
-        peers = part[part["method"] == PEER]
-        best = peers.loc[peers.groupby("seed")["reward"].idxmax()].set_index("seed")
-        ours = part[part["method"].isin(["offline", "auto_texts"]) & part["seed"].isin(best.index)]
-        for (method, strength), runs in ours.groupby(["method", "strength"], sort=False):
-            for name in ("seconds", "samples"):
-                spent = {seed: first_reach(run.assign(samples=run[name]), *best.loc[seed, ["reward", "kl"]])
-                         for seed, run in runs.groupby("seed")}  # fmt: skip
-                key = f"{name}_over_trl/{subject}/{method}_{strength}"
-                figures[f"{key}_missed"] = sum(there is None for there in spent.values())
-                if not figures[f"{key}_missed"]:
-                    figures |= estimate_figures(key, (spent[seed][0] / best.loc[seed, name] for seed in spent))
-    return figures
+    ratios = {f"peer/{name}_over_trl": at[name][last] / at[name][PEER] for name in ("seconds", "samples")}
+    return figures | ratios | {"peer/goal_reward": goal}

@@ -1,7 +1,5 @@
 """Figures of the quality of gradients, from the experiment's tables."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

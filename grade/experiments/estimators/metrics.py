@@ -1,7 +1,5 @@
 """Figures of the study, from its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pandas as pd
@@ -12,15 +10,11 @@ from grade.experiments.measured import Tables, figures_of, finite
 
 Values = dict[str, float | int | None]
 
-_QUALITY = ("along", "along_stderr", "bias2", "bias2_stderr", "variance", "mse", "snr")
-_ENDS = ("", "_low", "_high")
-
 
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    Bias and mse are of the enumerated policy, squared errors over the squared norm of the gradient; names that begin
-    with ``after/`` are of the policy after training.
+    Bias and mse are of the enumerated policy; names that begin with ``after/`` are of the policy after training.
     """
     values: Values = {}
     if settings.enumerated:
@@ -29,24 +23,15 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         named = ratios.assign(which=("_" + ratios.reward + "_m" + ratios.draws.astype(str)).mask(short, ""))
         ends = {"": "ratio", "_low": "low", "_high": "high"}
         values |= figures_of(named, "mse/gumbel_rao_over_ste{which}", ends)
-        values |= figures_of(quality, "bias/{estimator}/{reward}", _QUALITY)
-        values |= {"bias/samples": int(quality.n.iloc[0]),
-                   "bias/unbiased_worst_in_stderr": worst_bias(quality, POLICY_GRADIENTS)}  # fmt: skip
-    worth, hybrid, spread = (
-        table.assign(prefix=(table.policy + "/").mask(table.policy == "before", ""))
-        for table in (tables["worth"], tables["hybrid"], tables["spread"])
-    )
-    for policy, rows in worth.groupby("prefix"):
-        values[f"{policy}worth/samples"] = int(rows.n.iloc[0])
+        values["bias/unbiased_worst_in_stderr"] = worst_bias(quality, POLICY_GRADIENTS)
+    worth, hybrid = (table.assign(prefix=(table.policy + "/").mask(table.policy == "before", ""))
+                     for table in (tables["worth"], tables["hybrid"]))  # fmt: skip
     chosen = worth[worth.estimator == settings.chosen.name]
     for name in ("worth", "crossover"):
-        ends = {end: f"{name}{end}" for end in _ENDS}
+        ends = {end: f"{name}{end}" for end in ("", "_low", "_high")}
         values |= figures_of(chosen, f"{{prefix}}{name}/{{reward}}", ends)
-    values |= figures_of(worth, "{prefix}estimators/{reward}/{estimator}", ("snr", "cosine_64", "worth"))
     ends = {"": "ratio", "_low": "low", "_high": "high", "_share": "share"}
-    values |= figures_of(hybrid, "{prefix}hybrid/{reward}/{n}", ends)
-    values |= figures_of(spread, "{prefix}spread/{reward}/{estimator}", ("tensor_spread", "sd", "relative"))
-    return finite(values)
+    return finite(values | figures_of(hybrid, "{prefix}hybrid/{reward}/{n}", ends))
 
 
 def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:

@@ -4,8 +4,6 @@ Sizes are decimal (1 GB = 10^9 bytes), as in the document (Experiment 6, "Memory
 is not arithmetic is measured, so a verdict can change with the machine and the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Figures of Experiment 6, from its tables."""
 
-from __future__ import annotations
-
-import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
@@ -76,19 +73,6 @@ def time_figure(table: pd.DataFrame) -> Figure:
     grid.ax.xaxis.set_minor_formatter(NullFormatter())
     plain_log_ticks(grid.ax)
     return grid.figure
-
-
-def kept_figure(table: pd.DataFrame) -> Figure:
-    """Bytes kept for backward, one bar for each option in its engine's colour, in MB (10^6 bytes)."""
-    fig, ax = plt.subplots(figsize=(8, 5))
-    sns.barplot(table.assign(MB=table.bytes / 1e6), x="MB", y="option", hue="engine", palette=palette(table.engine),
-                dodge=False, saturation=1, ax=ax)  # fmt: skip
-    for bars in ax.containers:
-        ax.bar_label(bars, fmt=lambda mb: f"{mb:,.3g}" if mb < 1000 else f"{mb:,.0f}", padding=4, fontsize=9.5)
-    ax.margins(x=0.1)
-    ax.grid(axis="y", visible=False)
-    ax.set(title="Only checkpointing and replay keep much less", xlabel="kept for backward (MB)", ylabel="")
-    return fig
 
 
 def mass_figure(table: pd.DataFrame) -> Figure:

@@ -1,45 +1,32 @@
 """Figures of Experiment 6, from its tables: those that are the same in every run, and those made of seconds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 
-from grade.experiments.exp6.measure.tables import LAST_POSITION, TAUS, Settings
-from grade.experiments.measured import Tables
-
-HOPS = 2  # the feedback hops of the headline error, those of the training runs
+from grade.experiments.exp6.measure.tables import HOPS, Settings
+from grade.experiments.measured import Tables, figures_of
 
 
-def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
+def metrics(tables: Tables) -> dict[str, float]:
     """Every figure that does not depend on the machine's speed: P(positive), KL in nats per token, bytes."""
-    names = ("batch", "prompt_tokens", "new_tokens", "hops", "dtype")
-    counted = tables["bytes"]
+    counted, at_256 = tables["bytes"], mass_at_256(tables["mass"])
     return {
         **run_metrics(tables["runs"]),
         **_parity(tables),
         **{f"memory/{name}": value for name, value in counted.items()},
         "memory/reward_bag_over_gather": counted["reward_bag_bytes"] / counted["reward_gather_bytes"],
-        **_support(tables["mass"]),
-        **{f"speed/{name}": getattr(settings, f"speed_{name}") for name in names},
+        **figures_of(at_256, "support/top256_mass_tau{tau:g}", {"": "mass"}),
     }
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, float]:
-    """Every figure made of seconds, of which those of runs are means over seeds."""
+    """Every figure made of seconds."""
     times = tables["time_against_tokens"]
     at_headline = times[times["T"] == settings.speed_new_tokens].set_index("engine").seconds
-    replayed = times[times.engine == "replay"]
-    last = tables["run_seconds"].groupby("run").seconds.max()
-    by_name = last.groupby(last.index.str.rpartition("-").get_level_values(0)).mean()
     return {
         "speed/unrolled_over_replay": at_headline["unrolled"] / at_headline["replay"],
         "speed/checkpointed_over_replay": at_headline["checkpointed"] / at_headline["replay"],
-        "speed/unrolled_last_position_over_replay": at_headline[LAST_POSITION] / at_headline["replay"],
-        "speed/replay_seconds": at_headline["replay"],
-        "speed/replay_time_exponent": fitted_exponent(replayed["T"], replayed.seconds),
         **{f"speed/reference_{form}_seconds": value for form, value in tables["reference_seconds"].items()},
-        **{f"train/{name}/seconds": value for name, value in by_name.items()},
     }
 
 
@@ -51,13 +38,11 @@ def fitted_exponent(tokens: pd.Series, seconds: pd.Series) -> float:
 def run_metrics(runs: pd.DataFrame) -> dict[str, float]:
     """Figures ``train/<run>/...``: means over seeds of the table of runs.
 
-    With one seed, standard errors are over prompts. With several, they are those of the mean of the seeds' (nearly
-    independent) estimates, and ``seeds_stderr`` is the standard error over seeds.
+    Standard errors are over prompts; with several seeds, those of the mean of their (nearly independent) estimates.
     """
     figures: dict[str, float] = {}
     for name, rows in runs.groupby(runs["run"].str.rpartition("-")[0]):
         n = len(rows)
-        gain = rows["reward after"] - rows["reward before"]
         of_run = {
             "val_reward_before": rows["reward before"].mean(),
             "val_reward_after": rows["reward after"].mean(),
@@ -67,11 +52,7 @@ def run_metrics(runs: pd.DataFrame) -> dict[str, float]:
             "gold_stderr": float(np.sqrt((rows["gold stderr"] ** 2).sum()) / n),
             "kl": rows["KL"].mean(),
             "samples": int(rows["samples"].iloc[0]),
-            "prompts": int(rows["n"].iloc[0]),
-            "seeds": n,
         }
-        if n > 1:
-            of_run["seeds_stderr"] = float(gain.std(ddof=1) / np.sqrt(n))
         figures |= {f"train/{name}/{key}": value for key, value in of_run.items()}
     return figures
 
@@ -95,13 +76,4 @@ def _parity(tables: Tables) -> dict[str, float]:
         "parity/kl_max_abs_diff": (course.replay_kl - course.legacy_kl).abs().max(),
         "parity/steps": len(course),
         "parity/accumulation_rel_error": tables["accumulation"]["rel_error"],
-    }
-
-
-def _support(mass: pd.DataFrame) -> dict[str, float]:
-    at_256 = mass_at_256(mass).set_index("tau")
-    return {
-        **{f"support/top256_mass_tau{tau:g}": at_256.mass[tau] for tau in TAUS},
-        "support/positions": int(at_256.n.iloc[0]),
-        "support/texts": int(at_256.texts.iloc[0]),
     }

@@ -1,30 +1,26 @@
 """Figures of the experiment on Intuitor, and verdicts on document 004 (``claims.yaml``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from grade.experiments.claims import Claim, judge
 from grade.experiments.formulas import rows_bytes
-from grade.experiments.intuitor.measure.tables import SETTINGS, STATED_GB, Settings
+from grade.experiments.intuitor.measure.tables import SETTINGS, STATED_GB
 from grade.experiments.measured import Tables, figures_of
 from grade.memory.shapes import ModelShape
 
 LENGTH = 6144  # tokens at which the document states its sizes
 
 
-def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
+def metrics(tables: Tables) -> dict[str, float]:
     """Scores in nats, peaks in decimal GB, sequences that fit a GPU."""
     lengths, sweep = tables["lengths"], tables["sweep"]
     names = lengths.step.str.replace(", ", "_").str.replace(" ", "_").str.lower()
     return {
         **{f"intuitor/{name}": value for name, value in tables["certainty"].items()},
         **figures_of(tables["fits"], "intuitor/{setting}_fits_{logits}", {"": "fits"}),
-        **figures_of(tables["fits"], "intuitor/{setting}_peak_gb_{logits}", {"": "peak_gb"}),
         **figures_of(lengths.assign(name=names), "intuitor/peak_gb_{tokens}_{name}", {"": "peak_gb"}),
         **{f"intuitor/sweep_{x}": sweep[x].iloc[-1] - sweep[x].iloc[0] for x in ("published", "document")},
-        "intuitor/model": settings.model,
     }
 
 

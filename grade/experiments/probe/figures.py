@@ -1,7 +1,5 @@
 """Figures of the entropy probe: what it predicts of a policy, how precisely, and what it costs."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -59,28 +57,6 @@ def parts_figure(layers: pd.DataFrame, sequences: pd.Series, stderr: float) -> F
                 xlabel="completions, in order of their parts")  # fmt: skip
     axes[1].legend()
     return fig
-
-
-def precision_figure(table: pd.DataFrame) -> Figure:
-    """Change of entropy over step size, the forward passes in each type, ± 2 SE: the prediction is a level line."""
-    first = table[table.dtype == table.dtype.iloc[0]]
-    lines = pd.concat([first.assign(delta_h=first.predicted, delta_h_stderr=0.0, line="predicted"),
-                       table.assign(line="measured in " + table.dtype)], ignore_index=True)  # fmt: skip
-    lines = lines.assign(y=lines.delta_h / lines.multiple, error=2 * lines.delta_h_stderr / lines.multiple)
-    lines["multiple"] *= 1.1 ** lines.groupby("line", sort=False).ngroup()  # bars stand side by side
-    smallest = table[table.multiple == table.multiple.min()].set_index("dtype").delta_h_stderr
-    (fine, *_, coarse), times = smallest.index, smallest.iloc[-1] / smallest.iloc[0]
-    title = f"At the smallest step {coarse}'s standard error is {times:.0f} times {fine}'s"
-    grid = panels(
-        sns.relplot, with_errors(lines, "y", lines.error), title, kind="line", x="multiple", y="y", hue="line",
-        palette=[color("line"), *SERIES[: table.dtype.nunique()]], style="line", markers=True, err_style="bars",
-        err_kws=dict(capsize=3), height=3.8, aspect=1.6, **INTERVAL,
-    )  # fmt: skip
-    grid.ax.set_yscale("symlog", linthresh=1)
-    grid.ax.axhline(0, color=color("text"), linewidth=1, linestyle="--")
-    grid.set(xscale="log", xlabel="step size, times the learning rate",
-             ylabel="change / step size, nats ± 2 SE")  # fmt: skip
-    return grid.figure
 
 
 def phases_figure(table: pd.DataFrame) -> Figure:

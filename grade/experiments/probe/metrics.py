@@ -1,52 +1,32 @@
 """Figures of the experiment with the probe, and verdicts on document 003 (``claims.yaml``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from grade.experiments.claims import Claim, judge
 from grade.experiments.formulas import lora_parameters, rows_bytes
 from grade.experiments.measured import Tables, figures_of
-from grade.experiments.probe.measure.tables import Settings
 from grade.memory.shapes import ModelShape
 
 SWEEP = ("delta_h1_forward", "delta_h1_forward_stderr", "delta_h", "delta_h_stderr", "delta_h_prefix",
          "delta_h_prefix_stderr", "linearity_error", "linearity_error_stderr", "ess_share")  # fmt: skip
 """Columns of the sweep that are published."""
-_PREDICTIONS = ("delta_h1", "delta_h1_stderr", "delta_h1_momentum", "delta_h1_gradient", "entropy", "entropy_per_token")
 SAME = 0.02  # peaks within 2 % of each other are the same
 EQUAL = 1e-6
 
 
-def metrics(tables: Tables, settings: Settings) -> dict[str, float | int | str | None]:
+def metrics(tables: Tables) -> dict[str, float | str]:
     """``probe/*`` on the document's proposals, peaks in decimal GB; ``study/*`` on a policy, nats per completion."""
-    sweep, predictions, traces, phases = (tables[name] for name in ("sweep", "predictions", "traces", "phases"))
-    traces = traces.assign(key=traces.name.str.replace(", ", "_"), peak_gb=traces.peak / 1e9,
-                           step_gb=traces.step_bytes / 1e9)  # fmt: skip
-    step, last = traces.set_index("name").step_bytes, predictions.iloc[-1]
-    agrees = (sweep.delta_h > 0) == (sweep.delta_h1_forward > 0)
-    known = sweep.delta_h.abs() > 2 * sweep.delta_h_stderr  # the true change is known to differ from 0
+    sweep, traces = tables["sweep"], tables["traces"]
+    step, ways = traces.set_index("name").step_bytes, traces[~traces.name.str.contains(",")]  # of one size
     return {
         **{f"probe/{name}": value for name, value in tables["effects"].items()},
-        **figures_of(traces, "probe/traced_{key}", {"_peak_gb": "peak_gb", "_step_gb": "step_gb"}),
+        **figures_of(ways.assign(peak_gb=ways.peak / 1e9), "probe/traced_{name}_peak_gb", {"": "peak_gb"}),
         "probe/large_over_small": step["streamed, large"] / step["streamed, small"],
         "probe/whole_over_streamed": step["whole, large"] / step["streamed, large"],
         **figures_of(sweep, "study/step{step}/x{multiple:g}", SWEEP),
-        **figures_of(predictions, "study/step{step}", _PREDICTIONS),
-        **figures_of(tables["precision"], "study/{dtype}/x{multiple:g}", ["delta_h"]),
-        **figures_of(phases.assign(phase=phases.phase.str.replace(" ", "_")), "study/peak_bytes/{phase}",
-                     {"": "peak_bytes"}),
-        "study/sign_agrees_all": float(agrees.mean()), "study/sign_all_n": len(sweep),
-        "study/sign_agrees": float(agrees[known].mean()) if known.any() else None, "study/sign_n": int(known.sum()),
-        "study/samples": int(last.samples), "study/prompts": int(last.prompts),
-        "probe/model": settings.model, "study/learning_rate": settings.probe.learning_rate,
-    }  # fmt: skip
-
-
-def timed_metrics(tables: Tables) -> dict[str, float]:
-    """Seconds of each phase of the last probe."""
-    return {f"study/seconds/{row.phase.replace(' ', '_')}": row.seconds for row in tables["phase_seconds"].itertuples()}
+        "study/sign_agrees_all": float(((sweep.delta_h > 0) == (sweep.delta_h1_forward > 0)).mean()),
+    }
 
 
 def probe_claims(shape: ModelShape, m: Mapping[str, Any]) -> list[Claim]:

@@ -1,12 +1,10 @@
 """Figures of the experiment on teachers, from its tables."""
 
-from __future__ import annotations
-
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.experiments.plotting import GIB, INTERVAL, SERIES, color, panels, with_ends
+from grade.experiments.plotting import GIB, INTERVAL, SERIES, color, panels, with_errors
 
 NAMES = {
     "rloo": "rloo", "auto": "auto, no hint", "hinted": "hinted", "sibling": "hinted by siblings",
@@ -39,11 +37,9 @@ def learning_figure(runs: pd.DataFrame) -> Figure:
 def distilled_figure(curves: pd.DataFrame) -> Figure:
     """Divergence from the teacher against samples, ours and TRL's; bars: one standard error over held-out prompts."""
     table = curves[curves["trainer"].isin(_TRAINERS)].replace({"trainer": _TRAINERS})
-    table = table.assign(low=table["divergence"] - table["divergence_stderr"],
-                         high=table["divergence"] + table["divergence_stderr"])  # fmt: skip
     title = "Divergence from the teacher along training"
-    grid = panels(sns.relplot, with_ends(table, "divergence"), title, x="samples", y="divergence",
-                  hue="trainer", style="trainer", col="teacher", palette=SERIES[:2], kind="line",
+    grid = panels(sns.relplot, with_errors(table, "divergence", table["divergence_stderr"]), title, x="samples",
+                  y="divergence", hue="trainer", style="trainer", col="teacher", palette=SERIES[:2], kind="line",
                   err_style="bars", height=3.4, aspect=1.3, **INTERVAL)  # fmt: skip
     grid.set_axis_labels("completions sampled", "reverse KL, nats per token").set(ylim=(0, None))
     grid.set_titles("teacher: {col_name}")

@@ -1,13 +1,11 @@
 """Figures of the experiment on teachers, from its tables."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pandas as pd
 
-from grade.experiments.frontier import estimate_figures, estimates
+from grade.experiments.frontier import estimate_figures
 from grade.experiments.learning import AGAINST, REACHED, reach_table
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.teachers.measure.peers import ADAPTER, OURS, PEER
@@ -22,24 +20,17 @@ def metrics(tables: Tables) -> Values:
     `rloo`'s whole run, over `rloo`'s own (`learning.reach_table`). Figures beside TRL are those of
     `teacher_peer_figures`.
     """
-    errors, traces = tables["divergence"], tables["traces"]
-    worst = errors[["value", "gradient"]].max(axis=1)
-    figures: Values = {"divergence/worst_error": worst.max()}
-    figures |= figures_of(errors.assign(worst=worst), "divergence/{check}/{beta:g}", {"": "worst"})
-    figures |= {"trace/teacher_rel_error": traces["rel_error"].abs().max(), "trace/teacher_steps": len(traces)}
-    runs = right_sums(tables["runs"])
-    names = reach_table(runs, AGAINST).replace({"method": {"hinted": "samples"}})
-    figures |= figures_of(names, "hinted/{method}_over_rloo", REACHED)
-    last = ends(runs).rename(columns={"reward": "right"})
-    known = last.melt("method", ["right", "kl", "r2"]).dropna()
-    figures |= estimates(known, "hinted/end/{method}/{variable}", {"": "value"})
-    return finite(figures | _peers(tables, timed=False))
+    figures: Values = {
+        "divergence/worst_error": tables["divergence"][["value", "gradient"]].max(axis=None),
+        "trace/teacher_rel_error": tables["traces"]["rel_error"].abs().max(),
+    }
+    names = reach_table(right_sums(tables["runs"]), AGAINST).replace({"method": {"hinted": "samples"}})
+    return finite(figures | figures_of(names, "hinted/{method}_over_rloo", REACHED) | _peers(tables, timed=False))
 
 
 def timed_metrics(tables: Tables) -> Values:
-    """Figures of seconds and of the memory of processes: ``over_trl/...``, ``hinted/seconds/<method>`` of a run."""
-    seconds = estimates(ends(tables["run_seconds"]), "hinted/seconds/{method}", {"": "seconds"})
-    return finite(seconds | _peers(tables, timed=True))
+    """Figures of seconds and of the memory of processes: ``over_trl/...``."""
+    return finite(_peers(tables, timed=True))
 
 
 def right_sums(runs: pd.DataFrame) -> pd.DataFrame:

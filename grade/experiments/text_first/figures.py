@@ -1,7 +1,5 @@
 """Figures of the experiment on scored text, from its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -118,9 +116,9 @@ def explained_figure(table: pd.DataFrame) -> Figure:
     return grid.figure
 
 
-def sources_figure(runs: pd.DataFrame, subject: str = "sources") -> Figure | None:
+def sources_figure(runs: pd.DataFrame) -> Figure | None:
     """Reward at the end of `offline` against the number of texts, of each kind; None without such runs."""
-    ends = last(labelled(runs)).query("subject == @subject")
+    ends = last(labelled(runs)).query("subject == 'sources'")
     if ends.empty:
         return None
     reference = ends["source"].astype(str).str.startswith("reference")

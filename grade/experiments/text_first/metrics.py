@@ -3,8 +3,6 @@
 A seed decides adapter, prompts and noise of every method alike, so methods are compared seed by seed.
 """
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd
@@ -37,8 +35,6 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         table = differences(runs, level)
         columns = {"": "difference", "_low": "low", "_high": "high", "_stderr": "stderr", "_n": "n"}
         figures |= figures_of(table, f"{{method}}/{{subject}}/reward_at_{level:g}_over_rloo", columns)
-    rewards = rewards_at_kl(runs, settings.kl_levels)
-    figures |= estimates(rewards, "reward_at_kl/{subject}/{kl:g}/{method}", {"": "reward"})
     samples = runs.groupby(["subject", "method"], sort=False)["samples"].max()
     for (subject, method), number in samples.items():
         steers = method.startswith("offline")
@@ -54,24 +50,15 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     return finite(figures)
 
 
-def timed_metrics(tables: Tables, settings: Settings) -> Values:
-    """Figures of seconds: ``seconds/<subject>/<method>`` of a run, ``fit/<subject>/seconds_<n>`` of a fit.
-
-    A fit is of the default families; ``fit/seconds_<n>`` is that on SmolLM2. ``seconds_over_rloo/...`` and
-    ``seconds_over_trl/...`` are as those of samples.
-    """
-    runs = labelled(tables["runs"].merge(tables["run_seconds"], how="left"))
-    figures: Values = estimates(last(runs), "seconds/{subject}/{method}", {"": "seconds"})
-    known = at_headline(runs[runs["seconds"].notna()], settings)
-    figures |= _ratios(reach_table(known, AGAINST, "seconds"), "seconds_over_rloo")
+def timed_metrics(tables: Tables) -> Values:
+    """Figures of seconds: ``seconds_over_trl/...``, and ``fit/seconds_<n>`` of the default families on SmolLM2."""
+    figures: Values = {}
     if (seconds := tables.get("peer_seconds")) is not None:
         curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
         figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl")
     if (fits := tables.get("fit_seconds")) is not None:
-        fits = fits[fits["family"].isin(FAMILIES)].groupby(["subject", "texts"], sort=False)
-        for (subject, n), seconds in fits["seconds"].sum().items():
-            figures[f"fit/{subject}/seconds_{n}"] = seconds
-            figures |= {f"fit/seconds_{n}": seconds} if subject == "smollm2_gold" else {}
+        fits = fits[fits["family"].isin(FAMILIES) & (fits["subject"] == "smollm2_gold")]
+        figures |= {f"fit/seconds_{n}": seconds for n, seconds in fits.groupby("texts")["seconds"].sum().items()}
     return finite(figures)
 
 
@@ -153,7 +140,4 @@ def _explained(tables: Tables) -> Values:
     if (table := tables.get("explained")) is None:
         return {}
     best = table.loc[table.groupby(["subject", "texts"], sort=False)["held_out"].idxmax()]
-    columns = {"": "r2", "_held_out": "held_out"}
-    return figures_of(best, "explained/{subject}/texts_{texts}", columns) | figures_of(
-        table, "explained/{subject}/{family}_{texts}", columns
-    )
+    return figures_of(best, "explained/{subject}/texts_{texts}", {"": "r2"})

@@ -1,7 +1,5 @@
 """Figures of the probe's validation."""
 
-from __future__ import annotations
-
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure

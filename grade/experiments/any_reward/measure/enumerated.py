@@ -11,8 +11,6 @@ fixed directions against the exact one. It also covers a whole step, in which th
 completions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -8,8 +8,6 @@ completions, fits and hidden states come from outside, and the losses end at the
 many fits.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -110,7 +108,7 @@ def explained_table(subject: Subject, sizes: Sequence[int], families: Sequence[s
                 choice, stderr = explained(spectrum, centred(values[:n].double().cpu(), GROUP), GROUP)
                 table.append(dict(
                     policy=subject.policy, stage=subject.stage, reward=reward, family=name, n=n, r2=choice.r2,
-                    r2_stderr=stderr, slope=choice.raw_slope, penalty=choice.penalty,
+                    r2_stderr=stderr,
                 ))  # fmt: skip
     return pd.DataFrame(table)
 

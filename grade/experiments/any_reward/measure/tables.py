@@ -1,7 +1,5 @@
 """The tables of the experiment on any reward, and the settings that they depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property

@@ -10,8 +10,6 @@ get: row i of the reference is the mean of row i's own completions and of furthe
 are still unbiased (`grade.experiments.moments`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ from grade.experiments.measured import Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table, trace_all
 from grade.memory.models import model_config, with_layers
-from grade.memory.settings import Device, Microbatch, TracedConfig, generator_on
+from grade.memory.settings import Microbatch, TracedConfig, generator_on
 from grade.memory.trace import Trace, trace, trace_layers
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
@@ -35,8 +35,7 @@ from grade.models.prompts import PromptBatch
 from grade.models.scoring import completion_logps, predicting_hidden
 from grade.results import progress
 
-Option = Literal["selected", "clone", "activations", "dual", "hybrid", "stored"]
-OPTIONS: dict[Option, str] = {
+OPTIONS = {
     "clone": "1 as coded: also a clone of the logits",
     "selected": "1 as described: selected log-probs",
     "activations": "2 the reference's activations",
@@ -45,6 +44,7 @@ OPTIONS: dict[Option, str] = {
     "stored": "stored once, layers checkpointed",
 }
 """The document's four options, its first one twice, and the one that it leaves out."""
+Option = Literal[tuple(OPTIONS)]
 _GROUPS = {
     "norms": {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"},
     "adapter inputs": {"q_proj", "k_proj", "v_proj", "o_proj", "lora_A", "lora_B"},
@@ -69,8 +69,7 @@ class Settings(Config):
     runs_dir: str = ""  # folder of training runs, where its adapter is
     trained_run: str = "ste-0"  # the run whose adapter is used
     reviews_dir: str = ""  # folder of the review splits
-    measured_batch: Size = 2  # B of the steps that run
-    measured_prompt_tokens: Size = 4  # P
+    measured_prompt_tokens: Size = 4  # P of the steps that run, of two sequences
     measured_new_tokens: Size = 8  # T
     repeats: Size = 1  # how often each option is timed; the median counts
     processes: Size = 1  # traces that run at once
@@ -96,8 +95,7 @@ class Settings(Config):
         """The trained policy, and text as prompts and completions."""
         adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.runs_dir else ""
         backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
-        sizes = self.measured_batch, self.measured_prompt_tokens, self.measured_new_tokens
-        return backbone, *text_sequences(backbone, texts, *sizes)
+        return backbone, *text_sequences(backbone, texts, 2, self.measured_prompt_tokens, self.measured_new_tokens)
 
     @cached_property
     def compared(self) -> pd.DataFrame:
@@ -276,9 +274,9 @@ def _kls(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> dict[str, flo
     }
 
 
-def layer_inventory(config: TracedConfig, device: Device = "cuda") -> pd.DataFrame:
+def layer_inventory(config: TracedConfig) -> pd.DataFrame:
     """Tensors of a middle layer alive at the end of the forward pass with gradient; bytes are of all ``count``."""
-    tracker = trace_layers(config, with_layers(model_config(config.model), 3), device)
+    tracker = trace_layers(config, with_layers(model_config(config.model), 3), "cuda")
     last = max(record.birth for record in tracker.records if record.phase == "forward")
     counts: Counter = Counter()
     for record in tracker.alive_at(last):

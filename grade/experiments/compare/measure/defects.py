@@ -3,8 +3,6 @@
 Its code was read, not run. Left out: the arithmetic of its figures and code (`grade.experiments.compare.paper`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -9,8 +9,6 @@ the reward alone where ours are of the penalised return. Its loss is a mean over
 beta is ours divided by T (AdamW does not see the common factor).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,7 +157,6 @@ def train_beside(
 
     with torch.random.fork_rng(devices=[]):
         evaluate(task, 0, 0.0)
-    # A copy of the base: two adapters on one base would wrap each other's layers.
     train_trl(bench.bases[run.policy], task.backbone.dtype, trainer, arguments, columns, Clock(run.config, observe))
 
 

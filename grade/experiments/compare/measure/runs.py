@@ -4,8 +4,6 @@ Completions have a fixed length T: KL is measured per token (a mean over the com
 times that the KL of a completion. One learning rate for each method, from one grid.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

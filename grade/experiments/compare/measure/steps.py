@@ -6,8 +6,6 @@ completions, ours and TRL's. There each trains in a process of its own, with the
 nothing or a teacher of the policy's size. The first step pays for set-up and does not count.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial

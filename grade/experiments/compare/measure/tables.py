@@ -1,7 +1,5 @@
 """The tables of the comparison, and the settings that they depend on."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self

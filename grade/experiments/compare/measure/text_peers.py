@@ -23,8 +23,6 @@ Seconds are of training and, before it, of reading, sampling and scoring the tex
 writing the evaluated completions. All runs take turns in one process of one thread.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

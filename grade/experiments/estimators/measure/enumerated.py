@@ -4,8 +4,6 @@ In float64, on the tiny random GPT-2 of `grade.experiments.enumeration`, with tw
 embedding table) and ``trunk`` (through the frozen layers). So bias is known, not estimated against another estimator.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ that they take; `gumbel` has soft tokens and so its own rollout. All are ascent 
 With ``kl=True`` there is one more "reward", the exact KL to the reference, mean over a completion's tokens.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

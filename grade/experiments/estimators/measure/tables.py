@@ -7,8 +7,6 @@ and the gain of a blend. Gradients of all parameters are kept through a sketch, 
 estimators and distorts cosines by about one per cent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -50,6 +48,8 @@ _SKETCH = 2**15
 """Numbers that are kept of a gradient."""
 _BATCHES = tuple(2**i for i in range(13))
 """Numbers of samples at which the expected cosine is tabulated."""
+_HYBRID_BATCHES = (8, 64, 512)
+"""Batch sizes of the blend."""
 
 
 class Settings(Config):
@@ -57,8 +57,7 @@ class Settings(Config):
 
     enumerated: bool = True  # whether the enumerated policy is measured; it has nothing to train
     tiny_tokens: Size = 2  # completion length T of the enumerated policy
-    tiny_prompts: Size = 2  # its prompts B
-    tiny_group: Several = 32  # its completions of a prompt in a batch, G
+    tiny_group: Several = 32  # its completions of each of two prompts in a batch, G
     tiny_rows: int = Field(12, ge=3)  # its batches
     tiny_taus: list[Positive] = [0.5]  # temperatures, besides 1
     tiny_topk: Size = 3  # a support smaller than the vocabulary of 5
@@ -82,24 +81,20 @@ class Settings(Config):
     hops: list[Count] = [0, 1]  # feedback hops of ste
     topk: Count = 16  # size K of the perturbed support; 0: the whole vocabulary
     others: bool = True  # gumbel_rao, reinmax and gumbel as well
-    chosen_tau: Positive = 1.0  # of the ste gradient whose worth is reported and which is blended
-    chosen_hops: Count = 0  # its hops
-    hybrid_batches: list[Size] = [8, 64, 512]  # batch sizes of the blend
     device: Device = "cpu"  # where the language model runs
     dtype: Literal[tuple(DTYPES)] = "float32"  # type of its weights
 
     @property
     def chosen(self) -> Variant:
-        """The `ste` gradient whose worth is reported and which is blended."""
-        return Variant("ste", self.chosen_tau, self.chosen_hops, self.topk)
+        """The `ste` gradient whose worth is reported and which is blended: tau 1 and no hops."""
+        return Variant("ste", topk=self.topk)
 
     @property
     def variants(self) -> list[Variant]:
         """Relaxed estimators that are compared on the language model, the chosen one first."""
         grid = [self.chosen, *(Variant("ste", tau, hops, self.topk) for tau in self.taus for hops in self.hops)]
         if self.others:
-            grid += [Variant(name, self.chosen_tau, self.chosen_hops, self.topk)
-                     for name in ("gumbel_rao", "reinmax", "gumbel")]  # fmt: skip
+            grid += [Variant(name, topk=self.topk) for name in ("gumbel_rao", "reinmax", "gumbel")]
         return list(dict.fromkeys(grid))
 
     @property
@@ -125,7 +120,7 @@ class Settings(Config):
             grid += [Variant(estimator, tau, full, draws=most) for tau in self.tiny_taus]
             grid += [Variant(estimator, 1.0, full, self.tiny_topk, most)]
         grid += [Variant("gumbel_rao", 1.0, full, draws=m) for m in self.tiny_draws]
-        return Setting(policy, random_prompts(policy, self.tiny_prompts), self.tiny_group, self.tiny_tokens,
+        return Setting(policy, random_prompts(policy, 2), self.tiny_group, self.tiny_tokens,
                        tiny_rewards(policy), list(dict.fromkeys(grid)), POLICY_GRADIENTS, kl=self.tiny_kl)  # fmt: skip
 
     @cached_property
@@ -255,7 +250,7 @@ def _hybrid(s: Settings, rows: Rows) -> Iterator[Row]:
     for reward in dict.fromkeys(reward for reward, _ in rows.gradients):
         pg, relaxed = rows.gradients[reward, UNBIASED], rows.gradients[reward, s.chosen.name]
         pair = pair_moments(pg, relaxed, rows.size)
-        for n in s.hybrid_batches:
+        for n in _HYBRID_BATCHES:
             gain = hybrid_gain(pg, relaxed, n, rows.size)
             a, b = pair.weights(n)
             share = b / (a + b) if a + b > 0 else 0.0

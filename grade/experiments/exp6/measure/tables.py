@@ -5,8 +5,6 @@ counted on real tensors of the step that trains, without base and adapter; proba
 which are wall-clock seconds on the device at hand and only meant as ratios within one run.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile
@@ -25,11 +23,10 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.experiments.measured import Count, Positive, Several, Size
+from grade.experiments.measured import Count, Several, Size
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
-from grade.gradients.methods import Rate
 from grade.gradients.objective import Engine, sequence_mean
 from grade.gradients.replay import replay, replay_inputs
 from grade.gradients.rollout import Rollout
@@ -55,6 +52,8 @@ from grade.training.run import run_training, write_run
 from grade.training.toy import toy_task
 
 TAUS = (0.5, 1.0, 2.0)
+HOPS = 2  # feedback hops of the headline error and of the timings, those of the training runs
+PARITY_BATCH, PARITY_TAU = 2, 2.0  # B, and the Gumbel temperature of the training runs
 LAST_POSITION = "unrolled, last position"  # with logits at the last position of each prefix only
 _SUPPORTS = (1, 4, 16, 64, 256, 1024, 4096)  # K whose mass is measured, as far as they are below V
 _REFERENCE_REPEATS = 3  # a pass is short: one timing alone could turn the verdict
@@ -89,20 +88,16 @@ class Settings(Config):
     runs_dir: str = ""  # folder of finished training runs; empty: a few tiny steps are trained here
     trained_run: str = "ste-0"  # the run whose adapter is the trained policy
     support_size: Size = 16  # K of parity, bytes and speed
-    parity_batch: Several = 2  # B of the parity measurements
     parity_prompt_tokens: Size = 5  # P
     parity_new_tokens: Several = 6  # T
-    parity_tau: Positive = 2.0  # Gumbel temperature, that of the training runs
     parity_hops: list[Count] = [0, 1, 2, 3]  # feedback hops whose error is measured; 2 among them
     parity_steps: Size = 3  # optimizer steps, optimised against legacy
-    parity_learning_rate: Rate = 1.0e-3  # of those steps
     bytes_prompt_tokens: Size = 5  # P of the counted step of one prompt
     bytes_new_tokens: Size = 4  # T
     speed_dtype: Literal[tuple(DTYPES)] = "float32"  # type of the base in the timings and for the support's mass
     speed_batch: Size = 2  # B of the timings
     speed_prompt_tokens: Size = 5  # P
     speed_new_tokens: Several = 8  # T of the headline ratio
-    speed_hops: Count = 2  # feedback hops of the timings
     replay_tokens: list[Size] = [4, 8, 12]  # T of replay's time curve, besides speed_new_tokens
     stepwise_tokens: list[Size] = [4]  # T of the other engines' curves, besides speed_new_tokens
     repeats: Size = 2  # replay is timed this often, the median counts
@@ -154,8 +149,8 @@ class Settings(Config):
 
     def parity_setting(self, trained: bool) -> Setting:
         """What parity is measured on."""
-        sizes = (self.parity_batch, self.parity_prompt_tokens, self.parity_new_tokens, self.support_size)
-        return make_setting(*self._with_adapter(trained), *sizes, tau=self.parity_tau)
+        sizes = (PARITY_BATCH, self.parity_prompt_tokens, self.parity_new_tokens, self.support_size)
+        return make_setting(*self._with_adapter(trained), *sizes, tau=PARITY_TAU)
 
     def counted_setting(self) -> Setting:
         """What bytes are counted on."""
@@ -218,8 +213,8 @@ def _hops(s: Settings) -> pd.DataFrame:
     """Relative gradient error of `replay` against `unrolled` by policy, tau, estimator and hops."""
     rows = []
     for policy, tau, hops, estimators in (
-        ("untrained", s.parity_tau, s.parity_hops, ("ste", "gumbel")),
-        ("trained", s.parity_tau, s.parity_hops, ("ste", "gumbel")),
+        ("untrained", PARITY_TAU, s.parity_hops, ("ste", "gumbel")),
+        ("trained", PARITY_TAU, s.parity_hops, ("ste", "gumbel")),
         ("trained", 1.0, [2, 3], ("ste",)),
     ):
         setting = s.parity_setting(policy == "trained")
@@ -241,7 +236,7 @@ def _parity(s: Settings) -> pd.DataFrame:
     for name, engine in (("replay", partial(replay, hops=setting.relaxation.max_new_tokens)), ("legacy", unrolled)):
         rewards, kls = columns[f"{name}_reward"], columns[f"{name}_kl"] = [], []
         with restoring(parameters):
-            optimizer = torch.optim.AdamW(parameters, lr=s.parity_learning_rate, weight_decay=0.0)
+            optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
             for i in progress(range(s.parity_steps), f"training steps, {name}"):
                 optimizer.zero_grad(set_to_none=True)
                 step = engine(backbone, setting.prompts, setting.objective, setting.relaxation, setting.noise(i))
@@ -433,7 +428,7 @@ def _median_seconds(fn: Callable[[], object], device: torch.device, repeats: int
 def _time_against_tokens(s: Settings) -> pd.DataFrame:
     """Seconds of one gradient, rollout included, by engine and completion length."""
     setting = make_setting(*s.timed_models(), s.speed_batch, s.speed_prompt_tokens, s.speed_new_tokens, s.support_size)
-    replayed, headline, rows = partial(replay, hops=s.speed_hops), s.speed_new_tokens, []
+    replayed, headline, rows = partial(replay, hops=HOPS), s.speed_new_tokens, []
     last_only = partial(stepwise, options=StepwiseOptions(head_positions="last"))
     contest: dict[str, tuple[Engine, Sequence[int], int]] = {
         "replay": (replayed, sorted({*s.replay_tokens, headline}), s.repeats),

@@ -3,8 +3,6 @@
 Memory is traced on the step that computes it (`grade.experiments.traced`); self-certainty is measured on real text.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 
@@ -62,8 +60,6 @@ class Settings(Config):
     settings_new_tokens: list[Size] = Field([1, 2], min_length=2, max_length=2)
     budget_gb: Positive = 80.0  # memory of each GPU in decimal GB
     backbone_dir: str = ""  # folder of the model that writes; empty: a tiny random one
-    runs_dir: str = ""  # folder of training runs, where an adapter of one is used
-    trained_run: str = ""  # the run whose adapter is used; empty: the base alone
     reviews_dir: str = ""  # folder of the review splits
     measured_prompts: Size = 4  # B of the prompts that are continued
     measured_prompt_tokens: Size = 4  # P
@@ -95,8 +91,7 @@ class Settings(Config):
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
         """Figures of the scores, and the scores."""
-        adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.trained_run else ""
-        backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
+        backbone, texts = load_policy(self.backbone_dir, "", self.reviews_dir)
         prompts, _ = text_sequences(backbone, texts, self.measured_prompts, self.measured_prompt_tokens, 1)
         return _certainties(self, backbone, prompts)
 
@@ -203,8 +198,7 @@ def chunked_over_vocabulary(logits: Tensor, chunk_size: int) -> Tensor:
 TABLES = {
     "formulas": _formulas,
     "lengths": lambda s: pd.DataFrame(
-        dict(tokens=length, step=step, peak_gb=t.peak / 1e9, peak_phase=t.peak_phase)
-        for (length, step), t in s.traces.items()
+        dict(tokens=length, step=step, peak_gb=t.peak / 1e9) for (length, step), t in s.traces.items()
     ),
     "categories": lambda s: categories_table(
         {step: t for (tokens, step), t in s.traces.items() if tokens == max(s.lengths)}

@@ -5,8 +5,6 @@ all completions of a prompt in one pass (`whole`), in chunks whose graphs wait f
 document's first proposal), or streamed in two passes (`streamed`, `grade.entropy.samples`).
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Literal
 

@@ -4,8 +4,6 @@ Predicted against true change of entropy on a real policy, over step sizes and t
 proposals of document 003 would change (`grade.experiments.probe.measure.proposals`).
 """
 
-from __future__ import annotations
-
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,8 @@ from grade.training.toy import toy_task
 
 _TIMELINES = ("chunked", "streamed")
 """Ways whose live bytes are shown over a step."""
+_MEASURED = 2, 4
+"""B and G of the completions on which the proposals are compared."""
 _TOY_PROBE = ProbeRunConfig.parse({
     "learning_rate": 1e-2, "batch_config": {"B": 4, "G": 4}, "generation": {"max_new_tokens": 6},
     "memory_config": {"profile_memory": True}, "probe_config": {"multiples": [0.1, 1.0]},
@@ -68,10 +68,8 @@ class Settings(Config):
     narrow_prompts: Several = 2  # prompts on which bfloat16 is compared with float32
     # step sizes of that comparison, times the learning rate
     narrow_multiples: list[Positive] = Field([0.1, 1.0], min_length=1)
-    measured_prompts: Size = 2  # B of the completions on which the proposals are compared
-    measured_prompt_tokens: Size = 4  # P
+    measured_prompt_tokens: Size = 4  # P of the completions on which the proposals are compared
     measured_new_tokens: Size = 6  # T
-    measured_group: Several = 4  # G
     processes: Size = 1  # traces that run at once
 
     @cached_property
@@ -204,16 +202,16 @@ def _by_phase(s: Settings, quantity: str) -> pd.DataFrame:
 
 
 def _traces(s: Settings) -> pd.DataFrame:
-    """Memory of the gradient path: name, configuration, peak and step_bytes (beyond what is always there)."""
-    rows = [(name, s.labels[name], t.peak, t.step_bytes) for name, t in s.traced.items()]
-    return pd.DataFrame(rows, columns=["name", "configuration", "peak", "step_bytes"])
+    """Memory of the gradient path: name, peak and step_bytes (beyond what is always there)."""
+    rows = [(name, t.peak, t.step_bytes) for name, t in s.traced.items()]
+    return pd.DataFrame(rows, columns=["name", "peak", "step_bytes"])
 
 
 def _effects(s: Settings) -> dict[str, Any]:
     """What the document's proposals do, on completions that a model samples here; see `measure.proposals`."""
     backbone, texts = load_policy(s.backbone_dir, f"{s.runs_dir}/{s.trained_run}/adapter", s.reviews_dir)
-    prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
-    samples = draw(backbone, prompts, s.measured_group, s.measured_new_tokens, torch.Generator().manual_seed(0))
+    prompts, _ = text_sequences(backbone, texts, _MEASURED[0], s.measured_prompt_tokens, 1)
+    samples = draw(backbone, prompts, _MEASURED[1], s.measured_new_tokens, torch.Generator().manual_seed(0))
     coefficients = entropy_coefficients(sequence_logps(backbone, samples, s.microbatch))
     streamed = prompt_gradients(backbone, samples, coefficients, s.microbatch)
     held, ids = proposals.held_gradient(backbone, samples), samples.ids[:, 0]

@@ -4,26 +4,25 @@ TRL is an optional extra (``pip install -e ".[peers]"``); without it its row is 
 has the base: ``address``.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from peft import LoraConfig
 from scipy.stats import chisquare
 
 from grade.errors import InputError
 from grade.experiments.intervals import interval, paired
 from grade.experiments.training_runs import FIXED, SETTINGS, review_prompts
+from grade.experiments.trl_runs import trl_trainer
 from grade.memory.trl_file import have_trl
 from grade.models.adapter import LoraSettings
-from grade.models.backbone import Backbone, load_pretrained
+from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.models.samplers import LOCAL, Sampler, make_sampler
 from grade.models.scoring import completion_logps, predicting_hidden
@@ -35,6 +34,8 @@ from grade.training.run import run_training
 PEER = "trl"
 PROMPT, COMPLETION, GROUP = 12, 24, 8
 """P, T and G of the contest with the peer: prompts of at most 12 tokens, completions of exactly 24, groups of 8."""
+BATCHES, ROUNDS = (8, 64), 5
+"""Completions in its batches, and how often each is timed."""
 BATCH = 1024
 """Completions that a sampler of `law_rows` is asked for at once."""
 ADAPTER_NOISE = 0.05
@@ -119,7 +120,7 @@ def training_differences(table: pd.DataFrame) -> pd.DataFrame:
 
 
 # ---- what they cost ----
-def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> list[tuple[int, int, str, float, float]]:
+def sampling_seconds(model: str) -> list[tuple[int, int, str, float, float]]:
     """Seconds per completion of each sampler and of TRL's GRPO trainer, in one process of one thread, interleaved.
 
     All get the same prompts, in groups of `GROUP` as GRPO has them, and return `COMPLETION` tokens of each. TRL
@@ -131,13 +132,13 @@ def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> list[t
     backbone = Backbone.load(model, lora=LoraSettings())
     texts, rows = review_prompts("data/reviews")[0], []
     with tempfile.TemporaryDirectory() as folder:
-        for batch in batches:
+        for batch in BATCHES:
             prompts = encode_prompts(backbone.tokenizer, texts[: batch // GROUP], PROMPT).repeat(GROUP)
             work = {name: _of_sampler(make_sampler(name), backbone, prompts) for name in LOCAL}
             if have_trl():
                 work[PEER] = _of_peer(model, backbone, prompts, folder)
             names = list(work)
-            for number in progress(range(-1, repeats), f"rounds of {batch} completions"):
+            for number in progress(range(-1, ROUNDS), f"rounds of {batch} completions"):
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     start = time.perf_counter(), time.process_time()
                     work[name](number)
@@ -146,14 +147,14 @@ def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> list[t
     return rows
 
 
-def sampling_ratios(table: pd.DataFrame, over: str = PEER) -> pd.DataFrame:
-    """Ratios of seconds to one contestant's, of sums over rounds, with 95 % jackknife intervals over rounds."""
-    rows = []
-    for (batch, name), part in table.groupby(["batch", "sampler"], sort=False):
-        other = table[(table["batch"] == batch) & (table["sampler"] == over)]
+def sampling_ratios(table: pd.DataFrame) -> pd.DataFrame:
+    """Each sampler's seconds over TRL's, of sums over rounds, with 95 % jackknife intervals over rounds."""
+    rows, peers = [], dict(iter(table[table["sampler"] == PEER].groupby("batch")))
+    ours = table[(table["sampler"] != PEER) & table["batch"].isin(peers)]
+    for (batch, name), part in ours.groupby(["batch", "sampler"], sort=False):
         row: dict[str, Any] = {"batch": batch, "sampler": name}
         for column, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
-            a, b = (frame.sort_values("round")[column].to_numpy() for frame in (part, other))
+            a, b = (frame.sort_values("round")[column].to_numpy() for frame in (part, peers[batch]))
             estimate = interval(np.array([a.sum() / b.sum(), *((a.sum() - a) / (b.sum() - b))]), geometric=True)
             row |= {column: a.mean(), ratio: estimate.value, f"{ratio}_low": estimate.low}
             row[f"{ratio}_high"] = estimate.high
@@ -167,26 +168,17 @@ def _of_sampler(sampler: Sampler, backbone: Backbone, prompts: PromptBatch) -> C
 
 
 def _of_peer(model: str, backbone: Backbone, prompts: PromptBatch, folder: str) -> Callable[[int], None]:
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
-    base, tokenizer = load_pretrained(model, backbone.dtype)  # a copy: two adapters on one base would wrap each other
-    tokenizer.padding_side = "left"
-    given, ids = LoraSettings(), prompts.rows()
-    lora = LoraConfig(r=given.r, lora_alpha=given.alpha, lora_dropout=0.0, target_modules=given.target_modules,
-                      task_type="CAUSAL_LM")  # fmt: skip
-    settings = GRPOConfig(
-        output_dir=folder, max_completion_length=COMPLETION, generation_kwargs={"min_new_tokens": COMPLETION},
+    ids = prompts.rows()
+    arguments = partial(
+        GRPOConfig, max_completion_length=COMPLETION, generation_kwargs={"min_new_tokens": COMPLETION},
         num_generations=GROUP, per_device_train_batch_size=len(ids), temperature=1.0, use_cpu=True, bf16=False,
         gradient_checkpointing=False, report_to="none", save_strategy="no",
     )  # fmt: skip
-    # Named, because hashing the table's content fails with some versions of pyarrow.
-    dataset = Dataset(InMemoryTable.from_pydict({"prompt": ["a"] * len(ids)}), fingerprint="prompts")
-    trainer = GRPOTrainer(
-        model=base, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=settings,
-        train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
-    )  # fmt: skip
+    make = partial(GRPOTrainer, reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    columns = {"prompt": ["a"] * len(ids)}
+    trainer = trl_trainer(model, backbone.dtype, make, arguments, columns, LoraSettings(), folder)
 
     def work(number: int) -> None:
         torch.manual_seed(number + 1)

@@ -1,7 +1,5 @@
 """A base divided between two processes against a whole one: what it trains, what each process holds, and its peak."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

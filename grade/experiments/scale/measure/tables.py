@@ -1,21 +1,18 @@
 """The tables of the experiment on scale, and the settings that they depend on."""
 
-from __future__ import annotations
-
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, get_args
 
 import pandas as pd
 from pydantic import AfterValidator, Field
 
 from grade.config import Config
-from grade.experiments.measured import Seeds, Several, Size, read_table
+from grade.experiments.measured import Seeds, Size, read_table
 from grade.experiments.scale.measure import sampling, sharded
 from grade.gradients.methods import MethodName
 from grade.memory.plan import parse_bytes
@@ -34,7 +31,6 @@ def _budget(text: str) -> str:
 _Step = Literal[tuple(sharded.STEPS)]
 _Budget = Annotated[str, AfterValidator(_budget)]
 _Sampler = Annotated[str, AfterValidator(known_sampler)]
-_Groups = Annotated[int, Field(ge=1, multiple_of=sampling.GROUP)]
 
 
 class Settings(Config):
@@ -44,23 +40,19 @@ class Settings(Config):
     batch: Size = 2  # B of the traced step
     prompt_tokens: Size = 8  # P
     new_tokens: Size = 8  # T
-    lean_batch: Size = 2  # B of the lean step
-    lean_tokens: Size = 8  # its P and T
+    lean_tokens: Size = 8  # P and T of the lean step, of two prompts
     gpus: list[Size] = Field([1, 2], min_length=1)  # GPUs that train together, traced
     methods: list[MethodName] = []  # methods that are trained in one process and in two
     steps: Size = 5  # optimizer steps of each
     sharded_steps: list[_Step] = []  # steps whose traced peak is held against two real processes
     fits_model: str = ""  # shape of the model that a budget is searched for; empty: no search
     fits_budget: _Budget = "24GiB"  # that budget
-    fits_repeats: Size = 1  # how often the search is timed
     policy_dir: str = ""  # folder of the policy that samplers are compared on; empty: none
     samplers: list[_Sampler] = Field(["own", "shared"], min_length=1)  # samplers; own first
     draws: Size = 20_000  # draws of one position
     training_seeds: Seeds = []  # seeds of a training with each sampler
     training_steps: Size = 20  # its optimizer steps
     sampling_dir: str = ""  # folder of the policy whose sampling is timed; empty: none
-    sampling_batches: list[_Groups] = Field([8, 64], min_length=1)  # completions in a batch, groups of 8
-    sampling_repeats: Several = 5  # rounds
     sampling_file: str = ""  # table of an earlier timing, with TRL in it; empty: timed here
 
 
@@ -83,7 +75,7 @@ def _lean(s: Settings) -> pd.DataFrame:
     step itself needs.
     """
     step = StepConfig(
-        model=s.model, batch_size=s.lean_batch, prompt_tokens=s.lean_tokens, max_new_tokens=s.lean_tokens, method="ste",
+        model=s.model, batch_size=2, prompt_tokens=s.lean_tokens, max_new_tokens=s.lean_tokens, method="ste",
         reward="bag", gradient_checkpointing=True,
     )  # fmt: skip
     traced = trace(step)
@@ -93,22 +85,15 @@ def _lean(s: Settings) -> pd.DataFrame:
     return table.assign(over_weights_gib=(table.peak_bytes - table.weights_bytes) / GIB)
 
 
-def _fits(s: Settings) -> Iterator[tuple]:
+def _fits(s: Settings) -> list[tuple]:
     """Seconds of ``grade memory --fits`` as users run it, in a process of its own: start and imports count."""
     command = [sys.executable, "-m", "grade", "memory", "--model", s.fits_model, "--fits", s.fits_budget, "--json"]
-    for run in range(s.fits_repeats):
-        before, start = _cpu_seconds(), time.perf_counter()
-        done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-        wall, data = time.perf_counter() - start, json.loads(done.stdout)
-        largest = {fit["quantity"]: fit["value"] for fit in data["fits"]}
-        sizes = largest["batch_size"], largest["max_new_tokens"]
-        yield run, wall, _cpu_seconds() - before, len(data["settings"]), *sizes
-
-
-def _cpu_seconds() -> float:
-    """Of processes that were started here and have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    before, start = os.times(), time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    wall, after, data = time.perf_counter() - start, os.times(), json.loads(done.stdout)
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    largest = {fit["quantity"]: fit["value"] for fit in data["fits"]}
+    return [(wall, cpu, len(data["settings"]), largest["batch_size"], largest["max_new_tokens"])]
 
 
 def _where(
@@ -119,7 +104,7 @@ def _where(
 
 
 _sampling = _where("sampling_dir", "batch round sampler seconds cpu_seconds", lambda s: sampling.sampling_seconds(
-    s.sampling_batches, s.sampling_repeats, s.sampling_dir))  # fmt: skip
+    s.sampling_dir))  # fmt: skip
 TABLES = {
     "fsdp2": _where("methods", "method max_rel_diff bytes bytes_0 bytes_1 adapter_bytes",
                     lambda s: sharded.fsdp2_differences(s.steps, s.methods)),
@@ -133,6 +118,6 @@ TABLES = {
                        sampling.training_rows(s.training_seeds, s.samplers, max_steps=s.training_steps)),
 }  # fmt: skip
 TIMED = {
-    "fits": _where("fits_model", "run wall_seconds cpu_seconds settings batch_size max_new_tokens", _fits),
+    "fits": _where("fits_model", "wall_seconds cpu_seconds settings batch_size max_new_tokens", _fits),
     "sampling": lambda s: read_table(s.sampling_file.removesuffix(".csv")) if s.sampling_file else _sampling(s),
 }

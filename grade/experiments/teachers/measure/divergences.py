@@ -1,7 +1,5 @@
 """Divergences and their gradients against dense logits, and against enumerated completions, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

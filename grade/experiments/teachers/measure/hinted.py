@@ -13,8 +13,6 @@
 The last is on-policy self-distillation (OPSD, SDPO; compared in arXiv:2606.04036), with the base as teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -42,10 +40,9 @@ from grade.stats import Estimate
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 
-HintMethod = Literal["rloo", "rloo_again", "auto", "hinted", "sibling", "nonsense", "weight_1"]
 _READING = {"teacher": "base", "teacher_context": "{answer}="}
 _PREDICTING = {"method": "distilled", "distil_families": [*FAMILIES, HINTED]}
-METHODS: dict[HintMethod, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "rloo": {"method": "rloo"},
     "rloo_again": {"method": "rloo"},
     "auto": {"method": "distilled"},
@@ -55,6 +52,7 @@ METHODS: dict[HintMethod, dict[str, Any]] = {
     "weight_1": {"method": "teacher"} | _READING,
 }
 """Settings of the methods."""
+HintMethod = Literal[tuple(METHODS)]
 AGAIN = 1000
 """What `rloo_again` adds to a seed."""
 NAMES = ("method", "seed", "beta", "learning_rate", "completions")

@@ -16,8 +16,6 @@ Both are an adapter on the policy's base and, merged, a model of their own. TRL 
 ``grade``; ``grade_adapter`` reads the adapter, for which it needs no second model.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -65,6 +63,8 @@ PEER, OURS, ADAPTER = "trl_distillation", "grade", "grade_adapter"
 """Trainers in the tables."""
 CPU = torch.device("cpu")
 TEACHER_BATCH, TEACHER_SEED, EVALUATION_SEED = 8, 0, 1
+TEACHER_RATE, TEACHER_KL = 3e-3, 5.0
+"""Learning rate of the teachers, falling to 0, and KL of the rewarded one from the base, in nats per completion."""
 
 
 class TeacherPeersConfig(Config):
@@ -85,8 +85,6 @@ class TeacherPeersConfig(Config):
     learning_rate: Rate = Field(1e-3, description="AdamW's, constant")
     gradient_checkpointing: bool = Field(False, description="both recompute layers in backward")
     teacher_steps: Size = Field(24, description="steps in which a teacher is trained, of 8 texts or completions")
-    teacher_rate: Rate = Field(3e-3, description="learning rate of the teachers, falling to 0")
-    teacher_kl: float = Field(5.0, gt=0, description="rewarded: KL from the base, in nats per completion")
     teacher_texts: Size = Field(4096, description="rewarded: texts, windows of reviews")
     best_of: Several = Field(16, description="best_of_n: n")
     best_prompts: Size = Field(96, description="best_of_n: prompts")
@@ -177,10 +175,10 @@ def _evaluate(
     """Rows of trained policies, each named and with its step and seconds, and one of the teacher itself.
 
     The exact reverse KL to the teacher and the KL to the base, along a completion of the policy for each held-out
-    prompt, in nats per token; and that completion's score by the gold judge.
+    prompt, in nats per token.
     """
     policy = Backbone.load(config.model, lora=LoraSettings())
-    teacher, judge = make_teacher(folder / "merged", policy), judged_by(GoldJudge.load(config.gold_file))
+    teacher = make_teacher(folder / "merged", policy)
     texts = review_prompts(config.reviews_dir)[1][: config.eval_prompts]
     prompts = encode_prompts(policy.tokenizer, texts, config.prompt_tokens)
     itself = {"trainer": "teacher", "teacher": runs[0][0]["teacher"], "seed": 0}
@@ -188,17 +186,15 @@ def _evaluate(
 
     def scores() -> dict[str, list[float]]:
         generator, length = torch.Generator().manual_seed(EVALUATION_SEED), config.new_tokens
-        scores: dict[str, list[float]] = {"divergence": [], "kl": [], "gold": []}
+        scores: dict[str, list[float]] = {"divergence": [], "kl": []}
         for few in torch.arange(len(texts)).split(BATCH_ROWS):
             ids, mask = generate(policy, prompts[few], length, generator, min_new_tokens=length)
             hidden = predicting_hidden(policy, prompts[few], ids)
             divergence = teacher.divergence(hidden, teacher.hidden(prompts[few], ids), mask)
             with policy.reference():
                 kl = token_kl(policy, hidden, predicting_hidden(policy, prompts[few], ids), mask)
-            written = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
             scores["divergence"] += sequence_mean(divergence, mask).tolist()
             scores["kl"] += sequence_mean(kl, mask).tolist()
-            scores["gold"] += judge([texts[i] for i in few], written)
         return scores
 
     rows = []
@@ -216,7 +212,7 @@ def _rewarded(config: TeacherPeersConfig, folder: Path) -> None:
     policy = Backbone.load(config.model, lora=LoraSettings())
     values = {
         "method": "offline", "texts": str(Path(config.reviews_dir, "policy.jsonl")),
-        "most_texts": config.teacher_texts, "target_kl": config.teacher_kl, "learning_rate": config.teacher_rate,
+        "most_texts": config.teacher_texts, "target_kl": TEACHER_KL, "learning_rate": TEACHER_RATE,
         "lr_scheduler_type": "linear", "max_steps": config.teacher_steps, "per_device_train_batch_size": TEACHER_BATCH,
     }  # fmt: skip
     run = run_config(config, TEACHER_SEED, **values)
@@ -245,8 +241,8 @@ def _best_of_n(config: TeacherPeersConfig, folder: Path) -> None:
         hidden = predicting_hidden(policy, prompts[rows], ids[rows])
         return -hidden_logps(policy, hidden, ids[rows], torch.ones_like(ids[rows])).mean()
 
-    rate, steps = config.teacher_rate, config.teacher_steps
-    for _ in fine_tune(policy, torch.arange(len(texts)), loss, rate, steps, TEACHER_BATCH, generator):
+    rows, steps = torch.arange(len(texts)), config.teacher_steps
+    for _ in fine_tune(policy, rows, loss, TEACHER_RATE, steps, TEACHER_BATCH, generator):
         pass
     _save_teacher(policy, folder)
 

@@ -3,8 +3,6 @@
 ``python -m grade teacher-peers`` measures beside TRL, which needs its package, and writes a folder ``peers``.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -16,7 +14,7 @@ from grade.config import Config
 from grade.experiments.measured import Share, Size, read_csv
 from grade.experiments.sums import sums_folder
 from grade.experiments.teachers.measure.divergences import divergence_table
-from grade.experiments.teachers.measure.hinted import NAMES, HintedBench, HintedRuns, hint_table, hinted_runs
+from grade.experiments.teachers.measure.hinted import HintedBench, HintedRuns, hint_table, hinted_runs
 from grade.experiments.teachers.measure.traces import traces_table
 from grade.experiments.training_runs import train_all
 
@@ -25,7 +23,6 @@ class Settings(Config):
     """Sizes."""
 
     betas: list[Share] = Field([0.5], min_length=1)  # divergences: 0 forward KL, 1 reverse KL
-    traced_model: str = "tiny"  # whose steps are traced and run, policy and teacher
     runs: HintedRuns = HintedRuns()  # training runs with hints
     peers: str = ""  # folder of what was measured beside TRL; empty: none
     processes: Size = 1  # worker processes of one thread each, for training
@@ -55,13 +52,10 @@ class Settings(Config):
 
 TABLES = {
     "divergence": lambda s: divergence_table(s.betas),
-    "traces": lambda s: traces_table(s.traced_model),
+    "traces": lambda s: traces_table(),
     "hints": lambda s: hint_table(s.base, s.runs.eval_repeats),
     "runs": lambda s: s.trained_runs.drop(columns="seconds"),
     "peers": lambda s: s.peer_table("curves.csv"),
     "trl_traces": lambda s: s.peer_table("trl_traces.csv"),
 }
-TIMED = {
-    "run_seconds": lambda s: s.trained_runs[[*NAMES, "step", "seconds"]],
-    "peer_costs": lambda s: s.peer_table("timings/costs.csv"),
-}
+TIMED = {"peer_costs": lambda s: s.peer_table("timings/costs.csv")}

@@ -1,7 +1,5 @@
 """How much of a reward scored texts explain, by their number: on other texts, and on completions of the reference."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Annotated

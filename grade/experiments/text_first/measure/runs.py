@@ -4,8 +4,6 @@ Methods that read texts have one run for each source: N windows of reviews that 
 completion in the policy's tokens, or ``reference:N``, completions that the reference samples once.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

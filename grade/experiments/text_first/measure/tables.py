@@ -9,8 +9,6 @@ One can be measured alone, which takes minutes instead of hours:
 The tables then hold its rows and those that ``published`` has of the others, so a folder grows subject by subject.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Self

@@ -5,8 +5,6 @@ tiny random GPT-2 (whose layer norms do not pass through float32), so the true e
 known to rounding.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 from typing import Annotated
