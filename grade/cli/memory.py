@@ -79,68 +79,50 @@ def _memory(args: argparse.Namespace) -> None:
     overhead = BEYOND_TRACE if budget is not None and args.device == "cuda" else 0
     if args.overhead is not None:
         overhead = 0 if args.overhead == "0" else plan.parse_bytes(args.overhead, "overhead")
+    run, notes, counts = trace, [], plan.GPUS if args.gpus == 1 else (args.gpus,)
     with _within(args.patience), progress(None, "steps traced") as bar, contextlib.ExitStack() as after:
         gc.disable()  # searching for garbage takes a tenth of a trace's time, and finds little
         after.callback(gc.enable)
 
         @plan.remembering
-        def known(step: StepConfig, gpus: int, way: plan.Way) -> Trace:
+        def known(step: Any, gpus: int, way: plan.Way) -> Trace:
             bar.set_postfix_str(f"{step.method} B={step.batch_size} T={step.max_new_tokens}")
             several = {} if gpus == 1 else dict(processes=gpus, sharding=way)
-            traced = trace(step, device=args.device, all_layers=args.all_layers, **several)
+            traced = run(step, device=args.device, all_layers=args.all_layers, **several)
             bar.update()
             return traced
 
-        def tracer(step: StepConfig, gpus: int = args.gpus, way: plan.Way = args.shard) -> Trace:
+        def tracer(step: Any, gpus: int = args.gpus, way: plan.Way = args.shard) -> Trace:
             return known(step, gpus, "none" if gpus == 1 else way)
 
         if args.trl:
-            _trl(args, values, budget, overhead, bar)
-            return
-        if values.get("method") == ALL:
+            from grade.memory.trl import load_trl, trace_trl
+
+            if args.gpus != 1:
+                raise InputError("--gpus", args.gpus, "1 with --trl")
+            config, notes = load_trl(args.trl, values)
+            run, counts, replayed = trace_trl, (1,), False
+            overhead += round(config.vllm_share * (budget or 0))
+        elif values.get("method") == ALL:
             if args.fits is not None:
                 raise InputError("fits", args.fits, f"none with --method {ALL}: a budget is for one method")
             rows = plan.compare_methods(plan.every_method(values), tracer)
             print(json.dumps(rows, indent=1) if args.json else methods_text(rows))
             return
-        config = StepConfig.parse(values, *origin(args.config, args.set))
+        else:
+            config = StepConfig.parse(values, *origin(args.config, args.set))
+            # The engines whose every token is a pass with gradient through all layers take long without extrapolation.
+            replayed = config.engine_name not in ("unrolled", "checkpointed") or args.all_layers
         more, traced = {}, tracer(config)
         if budget is not None:
-            counts = plan.GPUS if args.gpus == 1 else (args.gpus,)
             more["ways"] = plan.ways_to_run(config, budget - overhead, tracer, counts)
-            more["fits"] = plan.plan(config, budget, overhead, tracer=tracer)
+            fits = plan.plan(config, budget, overhead, tracer=tracer)
+            more["fits"] = [plan.Fit(*config.named(f.quantity, f.value), f.peak) for f in fits] if args.trl else fits
             more["changes"] = plan.single_changes(config, traced, tracer)
-        # The engines whose every token is a pass with gradient through all layers take long without extrapolation.
-        if args.device == "cuda" and (config.engine_name not in ("unrolled", "checkpointed") or args.all_layers):
+        if replayed and args.device == "cuda":
             more["reserved"] = reserved_by(config, args.gpus, args.shard)
     data = report(config, traced, gpus=args.gpus, overhead=overhead, **more)
-    print(json.dumps(data, indent=1) if args.json else text(config.headline, data, budget))
-
-
-def _trl(args: argparse.Namespace, values: dict[str, Any], budget: int | None, overhead: int, bar: Any) -> None:
-    """Trace a step of TRL's trainer and say the same of it."""
-    from grade.memory import plan
-    from grade.memory.report import report, text
-    from grade.memory.trace import Trace
-    from grade.memory.trl import TrlStep, load_trl, trace_trl
-
-    if args.gpus != 1:
-        raise InputError("--gpus", args.gpus, "1 with --trl")
-    step, notes = load_trl(args.trl, values)
-
-    @plan.remembering
-    def tracer(step: TrlStep) -> Trace:
-        bar.set_postfix_str(f"{step.trainer} B={step.batch_size} T={step.max_new_tokens}")
-        traced = trace_trl(step, device=args.device, all_layers=args.all_layers)
-        bar.update()
-        return traced
-
-    more, traced = {}, tracer(step)
-    if budget is not None:
-        overhead += round(step.vllm_share * budget)
-        fits = plan.plan(step, budget, overhead, ("batch_size", "max_new_tokens"), tracer)
-        more["ways"] = plan.ways_to_run(step, budget - overhead, lambda step, *_: tracer(step), (1,))
-        more["changes"] = plan.changes_that_save(step, traced, tracer, step.options())
-        more["fits"] = [plan.Fit(*step.named(f.quantity, f.value).popitem(), f.peak) for f in fits]
-    data = report(step, traced, overhead=overhead, **more) | {"notes": notes}
-    print(json.dumps(data, indent=1) if args.json else "\n".join([text(step.headline, data, budget), "", *notes]))
+    if args.json:
+        print(json.dumps(data | ({"notes": notes} if args.trl else {}), indent=1))
+    else:
+        print(text(config.headline, data, budget), *(["", *notes] if args.trl else []), sep="\n")

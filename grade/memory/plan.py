@@ -288,35 +288,13 @@ def _gpu_seconds(step: TracedConfig, base: Trace, flops: int, received: int, bat
     return flops / ARITHMETIC + (tokens * weights / BANDWIDTH + received / LINK) / batch
 
 
-def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig], Trace] = trace) -> list[Change]:
-    """Single changes of a step with trace ``base`` that save memory, the largest saving first."""
-    engine, lean = config.engine_name, dict(gradient_checkpointing=False, explicit_freeing=False)
-    share = 2 * config.minibatches
-    options: dict[str, dict[str, Any]] = {
-        "one base in three roles": dict(base_copies=1),
-        "engine replay": lean | dict(engine="replay") if engine != "replay" else {},
-        "engine checkpointed": lean | dict(engine="checkpointed") if engine == "unrolled" else {},
-        "gradient checkpointing": dict(gradient_checkpointing=True),
-        "bfloat16 base": dict(dtype="bfloat16"),
-        "bfloat16 teacher": dict(teacher_dtype="bfloat16"),
-        "LoRA instead of all weights": dict(adapter="lora"),
-        "fused attention (sdpa)": dict(attention="sdpa"),
-        "reward on the embedding table": dict(reward="bag"),
-        "a support of 256 tokens": dict(gumbel_topk=min(config.gumbel_topk or 256, 256)),
-        "KL from the sampled tokens (k3)": dict(kl_estimator="k3"),
-        f"{share} minibatches": dict(minibatches=share),
-        "half the batch": dict(batch_size=config.batch_size // 2),
-        "half the completion": dict(max_new_tokens=config.max_new_tokens // 2),
-    }
-    return changes_that_save(config, base, tracer, options)
+def single_changes(config: Any, base: Trace, tracer: Callable[[Any], Trace] = trace) -> list[Change]:
+    """Single changes of a step with trace ``base`` that save memory, the largest saving first.
 
-
-def changes_that_save(
-    config: Any, base: Trace, tracer: Callable[[Any], Trace], options: Mapping[str, dict[str, Any]]
-) -> list[Change]:
-    """Those of the named changes that a step can have and that save memory, the largest saving first."""
+    Of its ``options``, and of TRL's steps as of ours.
+    """
     changes = []
-    for name, update in options.items():
+    for name, update in config.options().items():
         try:
             step = config.changed(**update)
         except InputError:  # not with this method, engine or size

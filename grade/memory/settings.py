@@ -217,6 +217,27 @@ class StepConfig(TracedConfig):
         """What ``batch_size`` is a multiple of: whole groups, and an equal share for every minibatch."""
         return math.lcm(self.trainer.group, self.minibatches)
 
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Single changes that may save memory, by what they are."""
+        engine, lean = self.engine_name, dict(gradient_checkpointing=False, explicit_freeing=False)
+        share = 2 * self.minibatches
+        return {
+            "one base in three roles": dict(base_copies=1),
+            "engine replay": lean | dict(engine="replay") if engine != "replay" else {},
+            "engine checkpointed": lean | dict(engine="checkpointed") if engine == "unrolled" else {},
+            "gradient checkpointing": dict(gradient_checkpointing=True),
+            "bfloat16 base": dict(dtype="bfloat16"),
+            "bfloat16 teacher": dict(teacher_dtype="bfloat16"),
+            "LoRA instead of all weights": dict(adapter="lora"),
+            "fused attention (sdpa)": dict(attention="sdpa"),
+            "reward on the embedding table": dict(reward="bag"),
+            "a support of 256 tokens": dict(gumbel_topk=min(self.gumbel_topk or 256, 256)),
+            "KL from the sampled tokens (k3)": dict(kl_estimator="k3"),
+            f"{share} minibatches": dict(minibatches=share),
+            "half the batch": dict(batch_size=self.batch_size // 2),
+            "half the completion": dict(max_new_tokens=self.max_new_tokens // 2),
+        }
+
     @property
     def headline(self) -> str:
         """The configuration in one line."""

@@ -101,6 +101,11 @@ class TrlStep(Config):
         return SimpleNamespace(**{k: v for part in reversed(self.parsed("unused")) for k, v in vars(part).items()})
 
     @property
+    def method(self) -> str:
+        """TRL's trainer."""
+        return self.trainer
+
+    @property
     def batch_size(self) -> int:
         """Sequences, or pairs of them, in a microbatch."""
         return self.arguments.per_device_train_batch_size
@@ -128,31 +133,31 @@ class TrlStep(Config):
         here = getattr(own, "use_vllm", False) and own.vllm_mode == "colocate" and not own.vllm_enable_sleep_mode
         return own.vllm_gpu_memory_utilization if here else 0.0
 
-    def named(self, quantity: str, value: int | None) -> dict[str, int | None]:
+    def named(self, quantity: str, value: int | None) -> tuple[str, int | None]:
         """A quantity of a plan by TRL's name; None stays None."""
         if quantity == "batch_size":
-            return {"per_device_train_batch_size": value}
-        grpo = self.trainer == "grpo"
-        return {"max_completion_length": value} if grpo else {"max_length": value and value + self.prompt_tokens}
+            return "per_device_train_batch_size", value
+        if self.trainer == "grpo":
+            return "max_completion_length", value
+        return "max_length", value and value + self.prompt_tokens
 
     def changed(self, **values: Any) -> Self:
         """A copy with other settings: ``batch_size`` and ``max_new_tokens``, the others by TRL's names."""
         for quantity in {"batch_size", "max_new_tokens"} & values.keys():
-            values |= self.named(quantity, values.pop(quantity))
+            values |= [self.named(quantity, values.pop(quantity))]
         step = type(self).parse(self.model_dump() | {"values": self.values | values})
         _ = step.arguments  # refuses what TRL does
         return step
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Single changes that may save memory, by what they are."""
-        tokens = self.named("max_new_tokens", max(self.max_new_tokens // 2, 1))
         options = {
             "gradient checkpointing": {"gradient_checkpointing": True},
             "LoRA instead of all weights": {"use_peft": True},
             "bfloat16 base": {"dtype": "bfloat16"},
             "fused attention (sdpa)": {"attn_implementation": "sdpa"},
             "half the batch": {"per_device_train_batch_size": max(self.batch_size // 2, 1)},
-            "half the length": tokens,
+            "half the length": dict([self.named("max_new_tokens", max(self.max_new_tokens // 2, 1))]),
         }
         if self.trainer == "grpo":
             options |= {"no KL (beta 0)": {"beta": 0.0}, "vLLM on a server": {"use_vllm": True, "vllm_mode": "server"}}
