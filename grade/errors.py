@@ -62,31 +62,31 @@ def require_file(path: str | Path) -> Path:
 
 MOST_SHOWN = 500
 """Characters of a library's message."""
-FILE_ERRORS = {
-    "builtins.OSError": "the file system, subprocesses, and transformers for a model that it cannot find",
-    "builtins.UnicodeError": "text that is not in UTF-8, or that UTF-8 cannot store",
-    "builtins.EOFError": "a file that ends too early: pickle, zipfile, numpy",
-    "builtins.RecursionError": "JSON that is nested too deeply",
-    "json.decoder.JSONDecodeError": "json",
-    "ruamel.yaml.error.YAMLError": "ruamel.yaml",
-    "yaml.error.YAMLError": "yaml, in datasets and transformers",
-    "zipfile.BadZipFile": "zipfile, numpy's .npz files",
-    "zlib.error": "a damaged archive",
-    "struct.error": "a GGUF file that ends too early",
-    "_lzma.LZMAError": "a damaged archive",
-    "_pickle.UnpicklingError": "torch.load, which refuses code",
-    "safetensors._safetensors_rust.SafetensorError": "weights: a damaged file, or a tensor that is missing",
-    "pyarrow.lib.ArrowException": "parquet files and datasets",
-    "pandas.errors.ParserError": "tables in .csv files",
-    "pandas.errors.EmptyDataError": "tables in .csv files",
-    "nbformat.reader.NotJSONError": "notebooks",
-    "jsonschema.exceptions.ValidationError": "notebooks whose parts have the wrong types",
-    "datasets.exceptions.DatasetsError": "datasets of the hub, and folders that save_to_disk wrote",
-    "huggingface_hub.errors.HfHubHTTPError": "the hub's answer",
-    "huggingface_hub.errors.HFValidationError": "a name that can be no id of the hub",
-    "dvc.exceptions.DvcException": "dvc.yaml, and DVC's own files",
-}
-"""What libraries raise for a file that is missing, damaged or of another kind, by full name, and where from.
+FILE_ERRORS = (
+    "builtins.OSError",  # the file system, subprocesses, and transformers for a model that it cannot find
+    "builtins.UnicodeError",  # text that is not in UTF-8, or that UTF-8 cannot store
+    "builtins.EOFError",  # a file that ends too early: pickle, zipfile, numpy
+    "builtins.RecursionError",  # JSON that is nested too deeply
+    "json.decoder.JSONDecodeError",  # json
+    "ruamel.yaml.error.YAMLError",  # ruamel.yaml
+    "yaml.error.YAMLError",  # yaml, in datasets and transformers
+    "zipfile.BadZipFile",  # zipfile, numpy's .npz files
+    "zlib.error",  # a damaged archive
+    "struct.error",  # a GGUF file that ends too early
+    "_lzma.LZMAError",  # a damaged archive
+    "_pickle.UnpicklingError",  # torch.load, which refuses code
+    "safetensors._safetensors_rust.SafetensorError",  # weights: a damaged file, or a tensor that is missing
+    "pyarrow.lib.ArrowException",  # parquet files and datasets
+    "pandas.errors.ParserError",  # tables in .csv files
+    "pandas.errors.EmptyDataError",  # tables in .csv files
+    "nbformat.reader.NotJSONError",  # notebooks
+    "jsonschema.exceptions.ValidationError",  # notebooks whose parts have the wrong types
+    "datasets.exceptions.DatasetsError",  # datasets of the hub, and folders that save_to_disk wrote
+    "huggingface_hub.errors.HfHubHTTPError",  # the hub's answer
+    "huggingface_hub.errors.HFValidationError",  # a name that can be no id of the hub
+    "dvc.exceptions.DvcException",  # dvc.yaml, and DVC's own files
+)
+"""What libraries raise for a file that is missing, damaged or of another kind, by full name, and beside it where from.
 
 By name, because importing a library only to name its exceptions takes seconds."""
 

@@ -11,7 +11,7 @@ token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
   accurate (`ste` is first-order);
 - `st` (Bengio et al. 2013, arXiv:1308.3432): hard tokens, and a backward pass without noise through the softmax of the
   policy itself over the whole vocabulary: the all-action gradient with a first-order critic
-  (`grade.gradients.all_action`). It has no support and no tau.
+  (`grade.models.head.expected_values`). It has no support and no tau.
 
 All but `gumbel` are straight-through: the text is hard, and what backward needs follows from logits and token alone
 (`Estimator.draw`). Their completions may therefore come from any sampler; only `gumbel` needs the noise that drew

@@ -17,7 +17,7 @@ A reward that reads tokens through its own embedding table (a classifier with th
 adds ``D_R^T r_R`` to ``k`` and nothing to ``r``; rewards of both kinds add up.
 
 With a dense estimator (`st`) ``D^T a`` is the gradient of ``sum_v pi_v <a, e_v>`` over the whole vocabulary, in chunks
-of rows (`grade.gradients.all_action`); nothing of size V is kept.
+of rows (`grade.models.head.expected_values`); nothing of size V is kept.
 
 Policy tokens processed: P + T on the cache, then (P + T) x (forward + (hops + 1) vector-Jacobian products), linear in
 T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one teacher-forced pass, or with
@@ -34,14 +34,21 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.methods import EngineName
 from grade.gradients.objective import Engine, GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
 from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.backbone import Backbone
-from grade.models.head import EmbeddingTable, kl_divergence, support_logits, token_logps, weighted_embedding
+from grade.models.head import (
+    EmbeddingTable,
+    embedding_values,
+    expected_values,
+    kl_divergence,
+    support_logits,
+    token_logps,
+    weighted_embedding,
+)
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows, forbid_eos

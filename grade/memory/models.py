@@ -56,7 +56,7 @@ def model_config(name: str, field: str = "model") -> PretrainedConfig:
 def read_config(field: str, value: str, source: str, allowed: str) -> PretrainedConfig:
     """A model's ``config.json``, from a folder or the hub."""
     require_source(field, source, allowed, SHAPES)
-    with reading(field, value, allowed, Exception):  # transformers raises a dozen types
+    with reading(field, value, allowed):  # transformers raises a dozen types
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
@@ -91,7 +91,7 @@ def build_backbone(
     reference share).
     """
     with torch.device(device), NoData() if str(device) == "meta" else contextlib.nullcontext():
-        with reading("model", config.model_type, "a causal language model that can be built", Exception):
+        with reading("model", config.model_type, "a causal language model that can be built"):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
         if str(device) == "meta" and dtype != "bfloat16" and model.config._experts_implementation == "grouped_mm":
             raise InputError("dtype", dtype, "bfloat16 for a mixture of experts, whose products are traced in no other")

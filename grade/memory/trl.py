@@ -86,7 +86,7 @@ class TrlStep(Config):
         values = {name: value for name, value in self.values.items() if name not in ("env", "datasets")}
         values |= _TRACED | ({"fp16": False, "bf16": True} if values.get("fp16") else {})
         values |= {"output_dir": folder, "use_cpu": device != "cuda"}  # without data it runs as on a CPU
-        with reading("--trl", self.trainer, "settings that TRL takes", Exception), _quiet():
+        with reading("--trl", self.trainer, "settings that TRL takes"), _quiet():
             reader.set_defaults_with_config(**values)
             _, arguments, model, _ = reader.parse_args_into_dataclasses(args=[])
         if self.trainer != "grpo" and not (arguments.max_length or 0) > self.prompt_tokens:
@@ -226,7 +226,7 @@ def _trace_layers(step: TrlStep, model: PretrainedConfig, device: Device, all_la
             within.enter_context(_in_place(watch.tracker))
         if not all_layers and hasattr(trainer, "generation_config"):
             within.enter_context(_few_passes(trainer, watch.tracker))
-        within.enter_context(reading("traced step", step.trainer, "a step that runs on fake tensors", Exception))
+        within.enter_context(reading("traced step", step.trainer, "a step that runs on fake tensors"))
         for context in (_quiet(), mode, kernels_of(device, fakes=True)):
             within.enter_context(context)
         trainer.train()
@@ -301,7 +301,7 @@ def build_trainer(step: TrlStep, model: PretrainedConfig, folder: str, device: s
     with (
         patch.object(module, "create_model_from_path", load),
         patch.object(module, "VLLMGeneration", _Completed, create=True),
-        reading("--trl", step.trainer, "settings that TRL's trainer takes", Exception),
+        reading("--trl", step.trainer, "settings that TRL's trainer takes"),
         _quiet(),
     ):
         trainer = make(

@@ -147,5 +147,5 @@ def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase
     if not name:
         raise InputError("processing_class", None, allowed)
     require_source("processing_class", name, allowed)
-    with reading("processing_class", name, allowed, Exception):
+    with reading("processing_class", name, allowed):
         return AutoTokenizer.from_pretrained(name)

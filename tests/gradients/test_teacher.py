@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
-from gradients.test_all_action import HEADS, make_head, randn
 from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, gradient, learner, policy
+from models.test_all_action import HEADS, make_head, randn
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.experiments.traced import kept_bytes, saved_bytes
-from grade.gradients.all_action import expected_values
 from grade.models import head as vocab
 from grade.models.head import (
     Head,
     entropy,
+    expected_values,
     kl_divergence,
     self_certainty,
     support_logits,

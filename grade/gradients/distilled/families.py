@@ -1,7 +1,7 @@
 """What a distilled reward may be linear in: tokens, embeddings, n-grams, tokens in their context, hidden states.
 
 A family turns completions into rows of features, and weights [k, F] fitted on them back into the values ``s_t(v)`` of
-every token v at every position t, from which the all-action gradient is made (`grade.gradients.all_action`).
+every token v at every position t, from which the all-action gradient is made (`grade.models.head.expected_values`).
 
 | family | feature of a completion | value of token v at position t |
 |---|---|---|
@@ -40,10 +40,9 @@ from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.all_action import Values, embedding_values, expected_values
 from grade.gradients.methods import HINTED
 from grade.models.backbone import Backbone
-from grade.models.head import chunk_rows, wide
+from grade.models.head import Values, chunk_rows, embedding_values, expected_values, wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows
 from grade.models.scoring import pooled_states, predicting_hidden
@@ -114,7 +113,7 @@ class Family:
     Subclasses define, with weights [k, F], each for an equal run of the completions:
 
     - ``rows(seen)``: features of completions, dense [B, F], or buckets of tokens [B, M] with -1 for none;
-    - ``values(weights, seen)``: values of all tokens at positions (`all_action.Values`);
+    - ``values(weights, seen)``: values of all tokens at positions (`grade.models.head.Values`);
     - ``own(weights, seen)``: values [B, T] of the completions' own tokens, 0 where masked;
     - ``typical(weights, seen)``: values [V] of tokens by weights [1, F], averaged over positions.
     """

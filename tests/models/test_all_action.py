@@ -4,8 +4,8 @@ import pytest
 import torch
 from models.test_head import HEADS, D, N, V, make_head
 
-from grade.gradients.all_action import embedding_values, expected_values
 from grade.models import head as head_module
+from grade.models.head import embedding_values, expected_values
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
