@@ -33,6 +33,9 @@ from grade.stats import Estimate
 if TYPE_CHECKING:
     from grade.rewards.gold import GoldJudge
 
+MEANS = {"reward": "reward_mean", "gold": "gold_mean", "kl": "kl"}
+"""What is averaged, and the name of its mean."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -61,7 +64,7 @@ class Evaluation:
     def metrics(self) -> dict[str, float | int]:
         """Flat metrics ``val/...``: mean, standard error and n."""
         flat: dict[str, float | int] = {}
-        for name, mean in (("reward", "reward_mean"), ("gold", "gold_mean"), ("kl", "kl")):
+        for name, mean in MEANS.items():
             values = getattr(self, name)
             values = values[~np.isnan(values)]
             if len(values):

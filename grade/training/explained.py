@@ -11,7 +11,6 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
@@ -87,7 +86,7 @@ class Explained:
         }
 
 
-def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
+def explain(config: ExplainConfig) -> Explained:
     """Score the texts, fit n of them for growing n, measure each fit.
 
     The promise is that of policies tilted token by token (`grade.gradients.distilled.prior.promise`), its gain times
@@ -95,7 +94,6 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
     """
     if config.reference % config.group:
         raise InputError("reference", config.reference, f"a multiple of group = {config.group}")
-    cache = cache_folder() if cache is None else cache
     backbone = Backbone.load(config.model)
     rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
     families = {name: make_family(name, backbone) for name in config.families}
@@ -105,7 +103,7 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
         return encode_examples(backbone.tokenizer, rows, config.max_prompt_length, "left", warn_raw=False)
 
     def scored(rows: Sequence[Mapping[str, Any]]) -> ScoredTexts:
-        return score_texts(rows, backbone, rewards, completion_tokens=length, encode=encode, cache=cache)
+        return score_texts(rows, backbone, rewards, completion_tokens=length, encode=encode, cache=cache_folder())
 
     rows = read_texts(config.texts, backbone.tokenizer, config.max_prompt_length, length, config.most_texts)
     rows = [rows[i] for i in np.random.default_rng(config.seed).permutation(len(rows))]
@@ -119,7 +117,7 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
     if asked:
         drawn = reference_texts(
             list(asked.values()), config.reference, backbone, Sampler("own"), completion_tokens=length, encode=encode,
-            seed=config.seed, cache=cache,
+            seed=config.seed, cache=cache_folder(),
         )  # fmt: skip
         places = {prompt: place for place, prompt in enumerate(asked)}
         own = scored(sorted(drawn, key=lambda row: places[json.dumps(row["prompt"])]))

@@ -57,8 +57,6 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     if config.sharded:  # read on the CPU, because no device need hold all of it
         place(backbone, config.device, config.bf16, sharded=True)
     name_base(backbone, config.base_name)
-    if config.relaxed:
-        config.relaxation().check(backbone.vocab_size)
     rewards = None
     if config.reward or config.teacher is None:
         rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)

@@ -21,10 +21,10 @@ from grade.errors import InputError
 from grade.gradients.objective import GradientStep, sequence_mean
 from grade.models.prompts import PromptBatch, decode
 from grade.results import timeless
+from grade.training.evaluate import MEANS, Evaluation
 
 if TYPE_CHECKING:
     from grade.rewards.rewards import Scores
-    from grade.training.evaluate import Evaluation
 
 SHOWN = 20
 """Tokens at either end of `token_table`."""
@@ -159,7 +159,7 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row["train/seconds"] = logged["step_time"]
         elif "eval_reward" in logged:
             row = {} if logged["step"] else {"step": 0, "samples": 0, "seconds": 0.0}
-            for name, mean in (("reward", "reward_mean"), ("gold", "gold_mean"), ("kl", "kl")):
+            for name, mean in MEANS.items():
                 if f"eval_{name}" in logged:
                     row[f"val/{mean}"] = logged[f"eval_{name}"]
                     row |= {f"val/{name}_{part}": logged.get(f"eval_{name}_{part}") for part in ("stderr", "n")}
