@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import logging
 import math
 import os
@@ -65,6 +64,7 @@ from grade.files import (
     hashed,
     remove,
     sha256_of,
+    write_json,
     write_manifest,
     write_text,
     writing,
@@ -75,7 +75,14 @@ from grade.gradients.distilled.store import Evidence
 from grade.gradients.losses import importance_weights
 from grade.gradients.methods import AUTO, DISTILLED, HINTED, OFFLINE, OPTIONS, RELAXED, TEACHER, check_teacher, reads
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
+from grade.gradients.policy_gradient import (
+    Completions,
+    Learner,
+    Microbatch,
+    PolicyGradient,
+    StepContext,
+    scored_rewards,
+)
 from grade.gradients.replay import make_engine
 from grade.gradients.teacher import TeacherGradient
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE, restore_adapter, standing, write_fingerprint
@@ -1139,10 +1146,10 @@ class GradeTrainer(Trainer):
         state |= {"text_steps": self.text_steps, "chosen": self.chosen, "optimizer": self._optimizer_kind()}
         if self.learner is not None:
             state["means"] = self.learner.means
-            tensors = self._learned()
+            tensors = {name: value for learner in self._learners for name, value in learner.tensors().items()}
             if tensors:
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
-        (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+        write_json(folder / STATE_FILE, state)
 
     def _optimizer_kind(self) -> str:
         """The name of its class, perhaps within Accelerate's."""
@@ -1223,12 +1230,9 @@ class GradeTrainer(Trainer):
                 self.kl_budget.restore(state["kl_budget"])
             if self.learner is not None:
                 self.learner.means[:] = map(float, state["means"])
-                if self._learned():
-                    tensors = load_file(Path(checkpoint) / LEARNER_FILE)
-                    self.learner.load_tensors(tensors)
-                    if self.along not in (None, self.learner):
-                        self.along.load_tensors({name.removeprefix("along/"): v for name, v in tensors.items()
-                                                 if name.startswith("along/")})  # fmt: skip
+                if (learned := Path(checkpoint) / LEARNER_FILE).is_file():
+                    for learner in self._learners:
+                        learner.load_tensors(load_file(learned))
                     beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
                     self.objective = replace(self.objective, beta=beta)
 
@@ -1236,10 +1240,10 @@ class GradeTrainer(Trainer):
         with reading("resume_from_checkpoint", str(checkpoint), "a checkpoint with the state of its generators"):
             super()._load_rng_state(checkpoint)
 
-    def _learned(self) -> dict[str, Tensor]:
-        """The learner's state, and that of what learns along texts."""
-        along = {} if self.along in (None, self.learner) else self.along.tensors()
-        return self.learner.tensors() | {f"along/{name}": value for name, value in along.items()}
+    @property
+    def _learners(self) -> set[Learner]:
+        """The learner, and what learns along texts; each finds its own state among all by the names."""
+        return {self.learner, self.along} - {None}
 
     # ---- model card ----
     def create_model_card(

@@ -88,8 +88,8 @@ def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypat
         return
     assert (whole / "learner.safetensors").read_bytes() == (again / "learner.safetensors").read_bytes()
     state = load_file(again / "learner.safetensors")
-    kept = {"steering", "evidence/0"} if method == "offline" else {"blend", "level", "residual"}
-    kept |= {"kept/prior", "transfer/3", "along/steering"} if "texts" in options else set()
+    kept = {"steering", "own/0"} if method == "offline" else {"blend", "level", "residual"}
+    kept |= {"kept/prior", "transfer/3", "steering"} if "texts" in options else set()
     assert kept <= set(state) and (method == "offline" or any(name.startswith("fit/") for name in state))
 
 

@@ -110,14 +110,14 @@ class Steering:
     def state(self) -> dict[str, Tensor]:
         """Everything as tensors, for a checkpoint."""
         numbers = torch.tensor([self.beta, self.ratio, self.samples, *self.recent], dtype=torch.float64)
-        groups = {f"evidence/{number}": values for number, values in enumerate(self.evidence.groups)}
+        groups = {f"own/{number}": values for number, values in enumerate(self.evidence.groups)}
         return {"steering": numbers} | groups
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken."""
         self.beta, self.ratio, samples, *self.recent = state["steering"].tolist()
         self.samples = int(samples)
-        self.evidence.groups = [state[name] for name in sorted(state) if name.startswith("evidence/")]
+        self.evidence.groups = [state[name] for name in sorted(state) if name.startswith("own/")]
 
 
 class OfflineGradient(Learner):
