@@ -93,6 +93,16 @@ def write_text(path: str | Path, text: str) -> None:
         staging.write_text(text, encoding="utf-8", newline="")
 
 
+def write_json(path: str | Path, content: Any, indent: int = 1, sort_keys: bool = False) -> None:
+    """`write_text` of JSON."""
+    write_text(path, json.dumps(content, indent=indent, sort_keys=sort_keys) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """What a file of JSON holds."""
+    return json.loads(require_file(path).read_text(encoding="utf-8"))
+
+
 def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
     """Write down size and SHA-256 of a folder's files, all but texts for people (``.md``) or these: its last file.
 
@@ -101,7 +111,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
     if names is None:
         names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".md"]
     content = {name: _size_and_sha256(folder / name) for name in names if name != MANIFEST}
-    write_text(folder / MANIFEST, json.dumps(content | {MANIFEST: hashed(content)}, indent=1) + "\n")
+    write_json(folder / MANIFEST, content | {MANIFEST: hashed(content)})
 
 
 def damaged_file(folder: Path, names: Iterable[str] = ("*",)) -> str | None:
@@ -121,7 +131,7 @@ def damaged_file(folder: Path, names: Iterable[str] = ("*",)) -> str | None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What a folder's manifest says; nothing where there is none that can be read."""
     try:
-        return dict(json.loads(require_file(folder / MANIFEST).read_text(encoding="utf-8")))
+        return dict(read_json(folder / MANIFEST))
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grade.errors import InputError, reading
-from grade.files import write_text
+from grade.files import read_json, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def is_timed(name: str) -> bool:
 def read_metrics(path: str | Path) -> dict[str, Value]:
     """Read metrics back to flat names: the inverse of `write_metrics`."""
     with reading("metrics file", path, "a readable metrics.json"):
-        return dict(_flatten(json.loads(Path(path).read_text(encoding="utf-8"))))
+        return dict(_flatten(read_json(path)))
 
 
 def write_history(path: str | Path, rows: Sequence[Mapping[str, Value]]) -> None:

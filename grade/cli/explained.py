@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +11,7 @@ from rich.console import Console
 from grade.cli.options import command, option
 from grade.cli.runs import rich_table
 from grade.errors import InputError
-from grade.files import atomic, check_apart, check_file, write_text
+from grade.files import atomic, check_apart, check_file, write_json
 from grade.results import environment
 from grade.training.explained import ExplainConfig, Explained, explain, figure
 
@@ -41,7 +40,7 @@ def _explained(args: argparse.Namespace) -> None:
     _show(result, config)
     if args.json is not None:
         content = {"environment": environment(), "config": config.model_dump(), **result.as_dict()}
-        write_text(args.json, json.dumps(content, indent=1) + "\n")
+        write_json(args.json, content)
     if args.figure is not None:
         drawn = figure(result)
         with atomic(args.figure) as staging:

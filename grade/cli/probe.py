@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from grade.cli.options import command, option
 from grade.entropy.run import ProbeRunConfig, probe_adapter
-from grade.files import check_file, write_text
+from grade.files import check_file, write_json
 from grade.results import environment
 
 SECTION = "probe"
@@ -30,6 +29,6 @@ def _probe(args: argparse.Namespace) -> None:
     print(f"probing {config.backbone}: {batch.B} prompts, {batch.G} completions of {length} tokens each", flush=True)
     report = probe_adapter(config, args.adapter, args.optimizer_state)
     content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}
-    write_text(args.output, json.dumps(content, indent=1) + "\n")
+    write_json(args.output, content)
     print(report.as_text())
     print(f"wrote {args.output}")

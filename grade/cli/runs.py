@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from grade.cli.options import command, option
 from grade.errors import InputError, reading, require_file
-from grade.files import check_file, check_whole, checkpoints_of, write_text
+from grade.files import check_file, check_whole, checkpoints_of, read_json, write_text
 from grade.results import environment
 
 HISTORY_ROWS = 10
@@ -260,4 +259,4 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with reading("RUN", path, WRITTEN):
-        return {**json.loads(require_file(path).read_text(encoding="utf-8"))}
+        return {**read_json(path)}

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from grade.errors import InputError, reading
-from grade.files import check_whole
+from grade.files import check_whole, read_json, write_json
 from grade.models.parameters import MOST_RANKS, LoraSettings, fingerprint, restoring, same_base
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     with reading("adapter", folder, _FITS), _wrapping(model):
         config = PeftConfig.from_pretrained(str(folder))
         known = {field.name for field in dataclasses.fields(config)}
-        for name, value in json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")).items():
+        for name, value in read_json(Path(folder) / ADAPTER_FILES[0]).items():
             if name not in known and value and isinstance(config, LoraConfig):
                 raise InputError(f"adapter: {name}", value, "a setting that this version of PEFT knows")
         _check_settings(config)
@@ -153,8 +153,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
 
 def write_fingerprint(model: PeftModel, folder: str | Path) -> Path:
     """Write ``base_fingerprint.json`` beside a saved adapter; where that lies."""
-    text, place = json.dumps(fingerprint(model.get_base_model()), indent=2, sort_keys=True), _place(model, folder)
-    (place / BASE_FILE).write_text(text + "\n", encoding="utf-8")
+    place = _place(model, folder)
+    write_json(place / BASE_FILE, fingerprint(model.get_base_model()), 2, sort_keys=True)
     return place
 
 
@@ -316,7 +316,7 @@ def _check_files(model: PreTrainedModel, folder: str | Path, field: str = "adapt
     if not place.is_file():
         return
     with reading(field, folder, f"a {BASE_FILE} as written by training, or none"):
-        stored = dict(json.loads(place.read_text(encoding="utf-8")))
+        stored = dict(read_json(place))
         _ = stored["shapes"]
     if not same_base(stored, fingerprint(model)):
         base = model.config._name_or_path or type(model).__name__

@@ -7,7 +7,6 @@ changed, what is cached and what a kill leaves behind is DVC's business.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from grade.config import allowed_names
 from grade.errors import InputError
-from grade.files import write_text
+from grade.files import read_json, write_json
 from grade.pipeline.profiles import prepare_workspace, suite_values
 from grade.results import RSS_UNIT
 
@@ -111,7 +110,7 @@ class _Schedule:
 
     def __init__(self, place: Path, timings_file: Path, jobs: int, force: bool) -> None:
         self.place, self.timings_file, self.jobs, self.force = place, timings_file, jobs, force
-        self.timings = json.loads(timings_file.read_text(encoding="utf-8")) if timings_file.is_file() else {}
+        self.timings = read_json(timings_file) if timings_file.is_file() else {}
         self.failed: list[str] = []
         self.running: dict[str, subprocess.Popen] = {}
         self.lock, self.ending = threading.Lock(), False
@@ -180,7 +179,7 @@ class _Schedule:
             elif seconds >= SHORTEST:
                 peak = usage.ru_maxrss * RSS_UNIT
                 self.timings[name] = {"seconds": round(seconds, 1), "peak_memory_bytes": peak}
-                write_text(self.timings_file, json.dumps(self.timings, indent=1, sort_keys=True) + "\n")
+                write_json(self.timings_file, self.timings, sort_keys=True)
         self._print(f"{name} {'stopped after' if process.returncode else 'took'} {seconds:.1f} s")
         return abs(process.returncode)
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from grade.config import Config
 from grade.errors import InputError, reading, require_file
-from grade.files import atomic, write_text
+from grade.files import atomic, read_json, write_json
 from grade.models.parameters import fingerprint, same_base
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class RewardModel(nn.Module):
             about["labels"] = self.labels
         with atomic(folder / _WEIGHTS) as staging:
             save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, staging)
-        write_text(folder / _CONFIG, json.dumps(about, indent=2, sort_keys=True) + "\n")
+        write_json(folder / _CONFIG, about, 2, sort_keys=True)
 
 
 def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
@@ -193,7 +193,7 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
     """
     folder = Path(folder)
     with reading("reward model", folder, f"a folder with {_CONFIG} and {_WEIGHTS} as written by the reward stage"):
-        about = json.loads(require_file(folder / _CONFIG).read_text(encoding="utf-8"))
+        about = read_json(folder / _CONFIG)
         state = load_file(require_file(folder / _WEIGHTS))
         kind, settings, labels = about["kind"], about["settings"], about.get("labels", "binary")
         settings = {name: value for name, value in settings.items() if name in HeadSettings.model_fields}

@@ -20,17 +20,19 @@ from typing import Any, Literal
 from transformers.trainer import TRAINER_STATE_NAME
 
 import grade
-from grade.errors import InputError, reading, require_file
+from grade.errors import InputError, reading
 from grade.files import (
     LOCK,
     MANIFEST,
     checkpoints_of,
     claimed,
     damaged_file,
+    hashed,
+    read_json,
     remove,
     sha256_of,
+    write_json,
     write_manifest,
-    write_text,
     writing,
 )
 from grade.models.server import is_address
@@ -127,8 +129,8 @@ class RunFolder:
             for checkpoint in checkpoints_of(self.path):
                 shutil.rmtree(checkpoint)
             remove(self.path / "completions")
-            mark = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
-            self._write(self.about | {"id": uuid.uuid4().hex[:12], "mark": mark, "command": command_of(self.config)})
+            about = {"id": uuid.uuid4().hex[:12], "mark": hashed(self.about), "command": command_of(self.config)}
+            self._write(self.about | about)
 
     def forget(self) -> None:
         """Remove the note on a run that ended before it wrote anything else, such as one whose reward fails at once."""
@@ -163,7 +165,7 @@ class RunFolder:
     def _write(self, run: dict[str, Any], results: Iterable[str] = ()) -> None:
         """Replace the note and the manifest of note and results; a process killed between them leaves no manifest."""
         remove(self.path / MANIFEST)
-        write_text(self.path / RUN_FILE, json.dumps(run, indent=1, sort_keys=True) + "\n")
+        write_json(self.path / RUN_FILE, run, sort_keys=True)
         write_manifest(self.path, [RUN_FILE, *results])
 
     def _read(self) -> dict[str, Any]:
@@ -174,7 +176,7 @@ class RunFolder:
         with reading("output_dir", path, "the note of a run, or --overwrite to start over"):
             if (self.path / MANIFEST).exists() and damaged_file(self.path, (RUN_FILE,)):
                 raise ValueError(f"it is not what {MANIFEST} says")
-            content = json.loads(require_file(path).read_text(encoding="utf-8"))
+            content = read_json(path)
             return {name: dict(content[name]) for name in ("settings", "inputs")} | {"code": content["code"]} | content
 
 
@@ -182,7 +184,7 @@ def run_mark(output_dir: str | Path) -> str | None:
     """What its checkpoints and tables have of the run in a folder: a hash of its note, None where there is none."""
     path = Path(output_dir) / RUN_FILE
     with reading("output_dir", path, "the note of a run"):
-        return json.loads(path.read_text(encoding="utf-8")).get("mark") if path.is_file() else None
+        return read_json(path).get("mark") if path.is_file() else None
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
@@ -198,7 +200,7 @@ def whole_checkpoints(output_dir: str | Path) -> Iterator[Path]:
         if damaged is None:
             with reading("output_dir", folder, "checkpoints that this library wrote"):
                 ours, theirs = (
-                    {**json.loads((folder / name).read_text(encoding="utf-8"))} if (folder / name).is_file() else {}
+                    {**read_json(folder / name)} if (folder / name).is_file() else {}
                     for name in (STATE_FILE, TRAINER_STATE_NAME)
                 )
             if ours.get("run", mark) != mark:

@@ -6,7 +6,6 @@ the output. Rounding to bfloat16 keeps 8 bits, and with them only part of a smal
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from grade.errors import InputError, reading
-from grade.files import check_whole, claimed, require_source
+from grade.files import check_whole, claimed, read_json, require_source
 from grade.models.adapter import ADAPTER_FILES, load_adapter
 from grade.models.backbone import DTYPES, errors_only
 from grade.models.compatibility import check_loaded
@@ -35,7 +34,7 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
         check_whole(Path(source), "RUN", (ADAPTER_MANIFEST,))
     check_whole(adapter, "adapter")
     with reading("adapter", adapter, "a folder whose adapter_config.json names its base"):
-        base = json.loads((adapter / ADAPTER_FILES[0]).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = read_json(adapter / ADAPTER_FILES[0])["base_model_name_or_path"]
     allowed = "a base to be named in adapter_config.json, by a Hugging Face id or a folder with safetensors weights"
     if not base or not isinstance(base, str):
         raise InputError("base_model_name_or_path", base, allowed)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import signal
@@ -25,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from grade.errors import InputError
-from grade.files import atomic, write_manifest, write_text, writing
+from grade.files import atomic, write_json, write_manifest, write_text, writing
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
@@ -191,7 +190,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         for file, timed in (("history.csv", False), ("timings.csv", True)):
             parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
             write_history(output / file, parts)
-        write_text(output / "samples.json", json.dumps(_samples(config, result), indent=1) + "\n")
+        write_json(output / "samples.json", _samples(config, result))
         write_results(output / "metrics.json", run_metrics(config, result, task.backbone))
         write_text(output / "README.md", run_card(config, name, "adapter", *outcome))
 

@@ -62,6 +62,7 @@ from grade.files import (
     check_whole,
     checkpoints_of,
     hashed,
+    read_json,
     remove,
     sha256_of,
     write_json,
@@ -1179,7 +1180,7 @@ class GradeTrainer(Trainer):
                 allowed = f"a folder with {name}, which save_only_model leaves out"
                 raise InputError("resume_from_checkpoint", str(folder), allowed)
         with reading("resume_from_checkpoint", folder, "a checkpoint of GradeTrainer"):
-            before = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["settings"]
+            before = read_json(folder / STATE_FILE)["settings"]
             for name, value in self._settings().items():
                 if name not in _LENGTH and before.get(name, value) != value:
                     raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
@@ -1209,7 +1210,7 @@ class GradeTrainer(Trainer):
                 rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
                 for group, (base, rate) in zip(schedule.optimizer.param_groups, rates, strict=True):
                     group["lr"] = base * rate(schedule.last_epoch)
-            state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            state = read_json(Path(checkpoint) / STATE_FILE)
             if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
                 raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")
             self.seconds = float(state["seconds"])
