@@ -34,7 +34,7 @@ from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
 from grade.models.head import entropy
 from grade.models.parameters import flatten, split_vector, trained_parameters
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, hidden_logps, predicting_hidden
 from grade.results import progress
@@ -44,17 +44,13 @@ ROWS = 64
 
 
 @dataclass(frozen=True)
-class Samples:
+class Samples(Rows):
     """G completions of each of B prompts, on the CPU."""
 
     prompts: PromptBatch  # B prompts
     ids: Tensor  # completions [B, G, T]
     mask: Tensor  # [B, G, T], 1 at a token, end-of-sequence included, 0 after it; no completion is empty
     temperature: float = 1.0  # sampling temperature; log-probabilities are taken at the same temperature
-
-    def of_prompts(self, rows: slice) -> Samples:
-        """The samples of the selected prompts."""
-        return Samples(self.prompts[rows], self.ids[rows], self.mask[rows], self.temperature)
 
     def microbatches(
         self, size: int, device: torch.device | str, title: str = ""
@@ -172,8 +168,7 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
     backbone, parameters = backbone.view(temperature=samples.temperature), trained_parameters(backbone)
     sums = torch.zeros(len(samples.ids), sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
     for n, c in enumerate(progress(coefficients, "gradients, by prompt")):
-        one = samples.of_prompts(slice(n, n + 1))
-        for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
+        for rows, prompts, ids, mask in samples[n : n + 1].microbatches(microbatch, backbone.device):
             logps = completion_logps(backbone, prompts, ids, mask).sum(-1)
             weights = c[rows].to(logps)
             grads = torch.autograd.grad(logps, parameters, weights)

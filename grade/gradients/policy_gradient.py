@@ -38,7 +38,7 @@ from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.head import self_certainty, wide
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, hidden_logps, predicting_hidden, token_kl
 
@@ -47,7 +47,7 @@ CLOSED_FORM_PENALTY = 0.1
 
 
 @dataclass(frozen=True)
-class Completions:
+class Completions(Rows):
     """Samples of a microbatch."""
 
     prompts: PromptBatch  # B prompts, each G times in a row
@@ -60,17 +60,12 @@ class Completions:
         """Prompts, ids, mask."""
         return self.prompts, self.ids, self.mask
 
-    def rows(self, rows: slice) -> Completions:
-        """The selected rows."""
-        weights = None if self.weights is None else self.weights[rows]
-        return Completions(self.prompts[rows], self.ids[rows], self.mask[rows], weights)
-
 
 Microbatch = tuple[PromptBatch, torch.Generator] | Completions
 
 
 @dataclass(frozen=True)
-class _Experience:
+class _Experience(Rows):
     """Completions with everything that an update treats as constant."""
 
     completions: Completions
@@ -89,11 +84,6 @@ class _Experience:
     def scored(self) -> Tensor:
         """The mask [B, T] of completions that have a reward."""
         return self.completions.mask * self.reward.isfinite().unsqueeze(1)
-
-    def rows(self, rows: slice) -> _Experience:
-        """The selected rows."""
-        parts = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, completions=self.completions.rows(rows), **parts)
 
 
 @dataclass(frozen=True)
@@ -279,7 +269,7 @@ class PolicyGradient(Learner):
                 for p in inputs:
                     p.grad = None
                 for seen in experience:
-                    rows = seen.rows(slice(part, None, self.config.minibatches))
+                    rows = seen[part :: self.config.minibatches]
                     loss = self._loss(self._terms(rows.completions, rows.reference), rows, objective)
                     (loss * (1 / context.microbatches)).backward(inputs=inputs)
                 context.apply()
@@ -360,7 +350,7 @@ class PolicyGradient(Learner):
             baseline = losses.ema_baseline(self.means, self.config.baseline_momentum)
             advantages = losses.above(grouped, baseline, seen.reward.dtype)
         elif self.method.greedy:
-            prompts = completions.rows(slice(None, None, self.config.group)).prompts
+            prompts = completions.prompts[:: self.config.group]
             greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
             _, kl, hidden, _ = self._terms(greedy, None)
             reward = self._reward(greedy, objective, hidden)

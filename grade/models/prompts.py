@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from jinja2.meta import find_undeclared_variables
@@ -45,8 +45,22 @@ def decode(tokenizer: Any, ids: Tensor, mask: Tensor) -> str:
     return tokenizer.decode(ids[mask.bool()].tolist(), skip_special_tokens=True)
 
 
+class Rows:
+    """A batch as a dataclass; tensors, other batches and dictionaries of them have an entry for each of its rows."""
+
+    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> Self:
+        """The selected rows, still a batch."""
+        return replace(self, **{name: _selected(part, rows) for name, part in vars(self).items()})
+
+
+def _selected(part: Any, rows: slice | Sequence[int] | Tensor) -> Any:
+    if isinstance(part, dict):
+        return {name: _selected(each, rows) for name, each in part.items()}
+    return part[rows] if isinstance(part, Tensor | Rows) else part
+
+
 @dataclass(frozen=True)
-class PromptBatch:
+class PromptBatch(Rows):
     """A batch of tokenised prompts, padded on the left."""
 
     ids: Tensor  # token ids, int64 [B, P]. At padding they are valid ids without meaning.
@@ -88,7 +102,7 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class ScoredTexts:
+class ScoredTexts(Rows):
     """N texts with their rewards."""
 
     prompts: PromptBatch  # with the rows as examples
@@ -100,10 +114,6 @@ class ScoredTexts:
     def __len__(self) -> int:
         """N."""
         return len(self.ids)
-
-    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> ScoredTexts:
-        """The selected texts."""
-        return ScoredTexts(self.prompts[rows], self.ids[rows], self.mask[rows], self.rewards[rows])
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_prompt_tokens: int) -> PromptBatch:

@@ -170,7 +170,7 @@ def test_residual_weight_1_is_unbiased(prior, substitutions):
 
     def step(rows):
         backbone.zero_grad(set_to_none=True)
-        own.step([every.rows(rows)], goal, context)
+        own.step([every[rows]], goal, context)
         return flatten(p.grad for p in backbone.trainable_parameters())
 
     order = torch.randint(len(ids), (18,), generator=torch.Generator().manual_seed(1)).tolist()

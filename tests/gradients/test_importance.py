@@ -31,7 +31,7 @@ def corrected(backbone, method, level, cap=math.inf):
     for rows in map(list, product(range(len(every.ids)), repeat=group)):
         own.means = [0.3] if method == "reinforce" else []
         backbone.zero_grad(set_to_none=True)
-        own.step([every.rows(rows)], objective(), StepContext(1, lambda: None))
+        own.step([every[rows]], objective(), StepContext(1, lambda: None))
         total = total + other[rows].prod() * gradient(backbone)
     return total, probability.detach() / other
 

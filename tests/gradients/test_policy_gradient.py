@@ -90,7 +90,7 @@ def expected_gradient(method, backbone, group, least=0, length=T, kind="exact", 
     for rows in map(list, product(range(len(every.ids)), repeat=group)):
         own.means = list(earlier)
         backbone.zero_grad(set_to_none=True)
-        own.step([every.rows(rows)], objective(), StepContext(1, lambda: None))
+        own.step([every[rows]], objective(), StepContext(1, lambda: None))
         total = total + probability.detach()[rows].prod() * gradient(backbone)
     return total
 

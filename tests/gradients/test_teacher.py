@@ -114,7 +114,7 @@ def test_beside_a_reward_the_expected_gradient_has_the_divergences_future_terms(
     group, total = 1 if method == "reinforce" else 2, 0.0
     for rows in map(list, product(range(len(every.ids)), repeat=group)):
         own = learner(backbone, method, num_generations=group)
-        total = total + probability.detach()[rows].prod() * step_of(own, every.rows(rows), goal)
+        total = total + probability.detach()[rows].prod() * step_of(own, every[rows], goal)
     torch.testing.assert_close(total, want, rtol=1e-8, atol=1e-10)
 
 
@@ -122,7 +122,7 @@ def test_the_divergences_own_gradient_is_weighed_as_the_rewards_is():
     """Whitened, twice what the samples weigh, and in the first step of `distilled`, which is that of `rloo`."""
     backbone = policy()
     every, *_ = enumerated(backbone)
-    some = every.rows([0, 3, 4, 6])
+    some = every[[0, 3, 4, 6]]
     ppo = [learner(backbone, "ppo", num_generations=1) for _ in range(2)]
     once, ten = (step_of(own, some, beside(backbone, scale)) for own, scale in zip(ppo, (1.0, 10.0), strict=True))
     torch.testing.assert_close(once, ten, rtol=1e-6, atol=1e-9)  # what is added to the standard deviation is 1e-8

@@ -43,7 +43,7 @@ from grade.errors import InputError
 from grade.gradients.methods import HINTED
 from grade.models.backbone import Backbone
 from grade.models.head import Values, chunk_rows, embedding_values, expected_values, wide
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import early_rows
 from grade.models.scoring import pooled_states, predicting_hidden
 from grade.models.teacher import Teacher
@@ -59,7 +59,7 @@ ADDITIVE = ("counts", "bag", "ngrams", "values")
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observed(Rows):
     """Completions as the families see them."""
 
     prompts: PromptBatch  # B prompts
@@ -95,12 +95,6 @@ class Observed:
     def tokens(self) -> Tensor:
         """Completions [B, T], -1 where masked."""
         return torch.where(self.mask.bool(), self.ids, -1)
-
-    def __getitem__(self, rows: slice) -> Observed:
-        """The selected completions."""
-        pooled = {depth: states[rows] for depth, states in self.pooled.items()}
-        told = (each if each is None else each[rows] for each in (self.hinted, self.told))
-        return Observed(self.prompts[rows], self.ids[rows], self.mask[rows], self.predicting[rows], pooled, *told)
 
     def fit_numbers(self, fits: int) -> Tensor:
         """Which of k fits each completion belongs to [B]: they lie in k equal runs, one for each fit."""

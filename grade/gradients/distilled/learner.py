@@ -56,7 +56,7 @@ from grade.gradients.policy_gradient import Completions, Learner, Microbatch, St
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
-from grade.models.prompts import ScoredTexts, decode
+from grade.models.prompts import Rows, ScoredTexts, decode
 from grade.models.scoring import hidden_logps, token_kl
 from grade.models.teacher import Teacher, names_sibling, with_siblings
 
@@ -127,17 +127,13 @@ class Blend:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Rows):
     """Scored completions of a microbatch."""
 
     seen: Observed  # completions, with the base's states
     reward: Tensor  # [B], NaN where no function scored
     rows: dict[str, Tensor]  # features of each family
-    substituted: Substituted | None = None
-
-    def __getitem__(self, part: slice) -> Sample:
-        """The selected completions."""
-        return Sample(self.seen[part], self.reward[part], {name: rows[part] for name, rows in self.rows.items()})
+    substituted: Substituted | None = None  # of all of them
 
 
 class DistilledGradient(Learner):

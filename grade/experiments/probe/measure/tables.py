@@ -183,7 +183,7 @@ def _extremes(s: Settings) -> pd.DataFrame:
 
 def _precision(s: Settings) -> pd.DataFrame:
     """True and predicted change of entropy by the last probe's step on some of its samples, in two types."""
-    samples, step, rows = s.last.samples.of_prompts(slice(s.narrow_prompts)), s.last.step, []
+    samples, step, rows = s.last.samples[: s.narrow_prompts], s.last.step, []
     predicted = float(directional(s.full_policy, samples, step).per_sequence().mean())
     for name, policy in (("float32", s.full_policy), ("bfloat16", s.policy("bfloat16"))):
         old = scores_at(policy, samples)
