@@ -43,6 +43,14 @@ def test_a_function_is_called_by_keyword_with_trls_arguments():
     }  # fmt: skip
 
 
+def test_completions_of_a_prompt_share_no_value_that_a_function_may_change():
+    messages, answers = [{"role": "user", "content": "hi"}], ["a", "b"]
+    given = Log().arguments(Texts([messages] * 2, ["x", "y"], [[5], [6]], {"answers": [answers] * 2}))
+    given["answers"][0].pop()
+    given["prompts"][0].append(messages[0])
+    assert given["answers"][1] == answers == ["a", "b"] and given["prompts"][1] == messages == messages[:1]
+
+
 def test_texts_are_the_rows_prompts_the_decoded_completions_and_the_other_columns(tokenizer, batch):
     prompts, ids, mask = batch
     made = decode_texts(tokenizer, prompts, ids, mask)

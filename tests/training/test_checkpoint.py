@@ -69,8 +69,10 @@ def of_another_step(file, other):
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil"), [("optimizer.pt", flipped), ("scheduler.pt", removed), ("trainer_state.json", of_another_step)]
-)
+    ("name", "spoil"),
+    [("optimizer.pt", flipped), ("scheduler.pt", removed), ("trainer_state.json", of_another_step),
+     ("manifest.json", flipped)],
+)  # fmt: skip
 def test_a_damaged_checkpoint_is_passed_over_and_its_file_is_named(run, copied, caplog, name, spoil):
     spoil(copied / "checkpoint-4" / name, run[0] / "checkpoint-2" / name)
     assert last_checkpoint(copied).name == "checkpoint-2"
@@ -106,7 +108,7 @@ def test_folders_that_only_begin_like_a_checkpoint_stay(copied, again, resume):
     ("name", "changes"),
     [("optimizer.pt", {}), ("scheduler.pt", {}), ("rng_state.pth", {}), ("scheduler.pt", None),
      ("rng_state.pth", None), ("trainer_state.json", None), ("grade_state.json", {"window": 3}),
-     ("grade_state.json", {"text_steps": 1}), ("trainer_state.json", {"log_history": ""})],
+     ("grade_state.json", {"text_steps": "1"}), ("trainer_state.json", {"log_history": ""})],
 )  # fmt: skip
 def test_what_another_program_wrote_into_a_checkpoint_is_one_line(run, copied, name, changes):
     checkpoint, config = copied / "checkpoint-2", settings("ste", run[1], copied)

@@ -153,6 +153,19 @@ def test_a_distillation_of_trls_becomes_ours(caplog):
         assert same.gradient_checkpointing and same.beta == 0
 
 
+@dataclass
+class GKDConfig:
+    output_dir: str = "x"
+    teacher_model_name_or_path: str = "big"
+    remove_unused_columns: bool = True  # its trainer sets it to False
+
+
+def test_a_default_that_trls_trainer_changes_itself_is_dropped():
+    assert GradeConfig.from_trl(GKDConfig()).teacher == "big"
+    with pytest.raises(InputError, match="remove_unused_columns: got True"):
+        GradeConfig.from_trl({"remove_unused_columns": True})
+
+
 @pytest.mark.parametrize(
     "name, value",
     [("steps_per_generation", 4), ("mask_truncated_completions", True), ("loss_type", "cispo"), ("seq_kd", True),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
@@ -89,6 +91,14 @@ def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     longer = trainer(base, tmp_path, max_steps=3)
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 3
+    rates = [row["learning_rate"] for row in longer.state.log_history if "loss" in row]
+    assert rates == pytest.approx([1e-2, 5e-3, 1e-2 / 3])  # the rest of three steps' schedule
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{{ messages }}"
+    lora = LoraSettings(r=16, alpha=32)
+    talking = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, lora)
+    with pytest.raises(InputError, match="chat template: got .*, as in .*checkpoint-3"):
+        trainer(talking, tmp_path, max_steps=4, raw_prompts=True).train(resume_from_checkpoint=True)
     with pytest.raises(InputError, match="max_steps: got 2; allowed: at least 3, the step of .*checkpoint-3"):
         trainer(base, tmp_path).train(resume_from_checkpoint=True)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
@@ -186,6 +196,47 @@ def test_of_so_many_checkpoints_one_is_the_best(base, tmp_path):
     )  # fmt: skip
     made.train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-4"}
+
+
+@pytest.mark.parametrize("name", ["default", "policy"])
+def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_it(base, tmp_path, name):
+    def made(folder):
+        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        policy = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora, adapter_name=name)
+        return trainer(
+            policy, folder, held_out=PROMPTS.select(range(4)), max_steps=3, eval_strategy="steps", eval_steps=1,
+            save_steps=1, load_best_model_at_end=True, metric_for_best_model="kl", greater_is_better=False,
+        )  # fmt: skip
+
+    def saved(run, step):
+        return load_file(next((run / f"checkpoint-{step}").rglob("adapter_model.safetensors")))
+
+    def kept(run):
+        parameters = {n.replace(f".{name}", ""): p for n, p in run.model.named_parameters() if p.requires_grad}
+        best = saved(Path(run.args.output_dir), 1)
+        return run.kept_step == 1 and all(torch.equal(best[n], p) for n, p in parameters.items())
+
+    first, moved = made(tmp_path / "first"), tmp_path / "moved"
+    first.train()
+    assert kept(first)
+    last = saved(tmp_path / "first", 3)
+    (tmp_path / "first").rename(moved)
+    shutil.rmtree(moved / "checkpoint-3")
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(moved / "checkpoint-2")  # a whole model beside it
+    again = made(moved)
+    again.train(resume_from_checkpoint=True)
+    assert kept(again) and all(torch.equal(value, last[n]) for n, value in saved(moved, 3).items())
+    shutil.rmtree(moved / "checkpoint-1")
+    with pytest.raises(InputError, match="load_best_model_at_end: got .*checkpoint-1'; .*the best checkpoint so far"):
+        made(moved).train(resume_from_checkpoint=True)
+
+
+def test_rows_may_be_made_of_other_columns_and_a_single_one_has_no_standard_error(base, tmp_path):
+    made = PROMPTS.with_transform(lambda rows: {"prompt": [f"The film was {n}" for n in rows["number"]]})
+    run = trainer(base, tmp_path, dataset=made, held_out=PROMPTS.select([0]), save_steps=1)
+    run.train()
+    run.log_metrics("eval", metrics := run.evaluate())
+    assert "eval_reward_n" in metrics and "eval_reward_stderr" not in metrics
 
 
 def test_a_stop_after_a_pass_or_an_evaluation_at_the_end_evaluates_once(base, tmp_path):
