@@ -75,8 +75,12 @@ class _Mismatch(NamedTuple):
     mean_ratio: float
     largest_difference: float
 
-    def check(self, bound: float, name: str) -> None:
-        """Refuse a sampler that is more than ``bound`` nats away from the policy at some token, or not a number."""
+    def check(self, name: str, dtype: torch.dtype, bound: float | None = None) -> None:
+        """Refuse a sampler that is more than ``bound`` nats away from the policy at some token, or not a number.
+
+        By default the bound is what rounding explains in the policy's type.
+        """
+        bound = bound or (1.0 if dtype.itemsize < 4 else 0.05)
         if not self.largest_difference <= bound:
             largest = f"{self.largest_difference:.3g} nats at one token, mean ratio {self.mean_ratio:.3g}"
             allowed = (

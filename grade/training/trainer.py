@@ -469,7 +469,7 @@ class GradeTrainer(Trainer):
             rows = reference_texts(
                 self._prompts, number, backbone, self.sampler or make_sampler("own"), completion_tokens=length,
                 encode=self.encode, seed=args.seed, min_new_tokens=args.min_completion_length,
-                cache=cache_folder(),
+                cache=cache_folder(), max_difference=args.sampler_max_difference,
             )  # fmt: skip
         self._check_dataset(rows, "texts")
         return rows
@@ -710,8 +710,7 @@ class GradeTrainer(Trainer):
         with torch.no_grad():
             logps = completion_logps(self.backbone, prompts, samples.ids, samples.mask, min_new_tokens=least)
         policies = samples.mismatch(logps)
-        rounding = 1.0 if self.backbone.dtype.itemsize < 4 else 0.05
-        policies.check(args.sampler_max_difference or rounding, self.sampler.name)
+        policies.check(self.sampler.name, self.backbone.dtype, args.sampler_max_difference)
         figures = {"mean_ratio": policies.mean_ratio, "largest_difference": policies.largest_difference,
                    "seconds": seconds}  # fmt: skip
         self.log_buffer.add({f"sampler/{name}": torch.tensor(v, dtype=torch.float64) for name, v in figures.items()})
