@@ -271,11 +271,11 @@ def make_teacher(
 def _check_tokens(teacher: Teacher, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Reject a teacher that reads other tokens than the policy."""
     theirs, shared = teacher.own.tokenizer, min(len(teacher.head.weight), teacher.policy.vocab_size)
-    here, there = ({token: i for token, i in each.get_vocab().items() if i < shared} for each in (tokenizer, theirs))
-    different = sorted((i, token) for token, i in here.items() ^ there.items())
+    here, there = (set(each.get_vocab().items()) for each in (tokenizer, theirs))
+    different = sorted((i, token) for token, i in here | there if i >= shared or (token, i) not in here & there)
     if different:
         i, token = different[0]
-        found = f"token {i}, {token!r}, is not the same in both"
+        found = f"token {i}, {token!r}, is not in both"
         raise InputError("teacher", teacher.name, f"a model with the policy's vocabulary: {found}")
     if rows:
         _compare(teacher, *(teacher.encode(each, rows).rows() for each in (tokenizer, theirs)))

@@ -185,7 +185,7 @@ def test_a_context_stands_in_front_of_a_prompt_where_its_columns_have_values(row
 def test_every_row_is_told_before_training():
     rows = [{"prompt": "a", "answer": 4}] * 70 + [{"prompt": "a", "answer": "4"}]
     with pytest.raises(InputError, match="teacher_context: got 'It is {answer:d}. '; .* columns .*'d' for object"):
-        make_teacher("base", make_backbone(), context="It is {answer:d}. ", rows=rows, encode=lambda *_: make_prompts(3))
+        make_teacher("base", make_backbone(), context="It is {answer:d}. ", rows=rows)
 
 
 def test_an_adapter_on_the_same_base_is_a_teacher_without_another_copy(tmp_path):
