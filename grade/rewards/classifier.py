@@ -33,7 +33,7 @@ from grade.files import hashed, require_source
 from grade.models.backbone import errors_only
 from grade.models.compatibility import check_tokens
 from grade.models.head import EmbeddingTable, wide
-from grade.models.prompts import PromptBatch, padded, position_ids, special_tokens, tokenizer_hash
+from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens, tokenizer_hash
 from grade.rewards.base import Reward, RewardScope
 from grade.rewards.functions import Message, Texts, beginning, decode_texts
 from grade.rewards.identity import weights_hash
@@ -130,7 +130,7 @@ class TextClassifier(Reward):
 
     def _render(self, row: int, chat: Sequence[Message]) -> str:
         try:
-            return self.tokenizer.apply_chat_template(chat, tokenize=False)
+            return self.tokenizer.apply_chat_template(readable(self.tokenizer, chat), tokenize=False)
         except Exception as error:  # no template, or one that refuses: jinja has classes of its own
             allowed = f"a classifier whose tokenizer has a chat template for them ({file_error(error)})"
             raise InputError(f"reward {self.name!r}, row {row}: messages", list(chat)[-1], allowed) from None

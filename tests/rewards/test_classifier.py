@@ -70,7 +70,9 @@ def test_messages_go_through_its_own_template_without_more_special_tokens(make_c
     answers = [tokenizer.decode([70, 71, 72]), tokenizer.decode([73])]
     for scope, start in (("prompt_and_completion", "[user: hello]"), ("completion", "")):
         want = alone(model, own, [f"{start}[assistant: {a}]" for a in answers], add_special_tokens=False)[:, 0]
-        assert_close(TextClassifier(model, own, scope=scope).score(policy, chat(), ids, mask), want)
+        for content in ("hello", [{"type": "text", "text": "hello"}]):
+            got = TextClassifier(model, own, scope=scope).score(policy, chat(content), ids, mask)
+            assert_close(got, want)
     with pytest.raises(InputError, match="row 0: messages.*chat template"):
         TextClassifier(model, other).score(policy, chat(), ids, mask)
 
