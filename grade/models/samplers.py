@@ -188,10 +188,10 @@ class ServerSampler(Server, Sampler):
                 self.folder.mkdir(parents=True, exist_ok=True)
             place = Path(tempfile.mkdtemp(prefix="grade-adapter-", dir=self.folder))
             place.chmod(0o755)  # the server may be another user's
-            backbone.save_adapter(place)
+            saved = backbone.save_adapter(place)
         needs = "vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, and sampler_folder that it can read"
         try:
-            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)}, needs)
+            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(saved)}, needs)
         except InputError as error:
             if "already been loaded" not in str(error):  # by an attempt whose answer was lost: the name is ours alone
                 shutil.rmtree(place, ignore_errors=True)
