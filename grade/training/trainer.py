@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import json
 import logging
 import math
@@ -42,7 +43,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
@@ -980,7 +980,7 @@ class GradeTrainer(Trainer):
             if args.log_completions:
                 rows = self.log_buffer.drain_rows()
                 with reading("log_completions", ", ".join(rows), "columns of which each has values of one type"):
-                    pa.Table.from_pandas(rows)
+                    rows.to_parquet(io.BytesIO())
                 self._write_table(f"completions_{step:05d}", rows)
         if self.train_dataset is not None:
             self.state.epoch = self.passes(step)
