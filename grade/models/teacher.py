@@ -272,7 +272,8 @@ def _check_tokens(teacher: Teacher, tokenizer: Any, rows: Sequence[Mapping[str, 
     """Reject a teacher that reads other tokens than the policy."""
     theirs, shared = teacher.own.tokenizer, min(len(teacher.head.weight), teacher.policy.vocab_size)
     here, there = (set(each.get_vocab().items()) for each in (tokenizer, theirs))
-    different = sorted((i, token) for token, i in here | there if i >= shared or (token, i) not in here & there)
+    known = {(token, i) for token, i in here & there if i < shared}
+    different = sorted((i, token) for token, i in (here | there) - known)
     if different:
         i, token = different[0]
         found = f"token {i}, {token!r}, is not in both"
