@@ -30,7 +30,8 @@ from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens, tokenizer_hash
-from grade.models.samplers import Sampler
+from grade.models.samplers import LOCAL, Sampler
+from grade.models.scoring import completion_logps
 from grade.results import progress
 
 LEAST = 8
@@ -229,6 +230,7 @@ def _scores(backbone: Backbone, rewards: Any, prompts: PromptBatch, ids: Tensor,
         raise InputError(where, error.value, error.allowed) from error
 
 
+@torch.no_grad()
 def reference_texts(
     rows: Sequence[Row],
     number: int,
@@ -240,12 +242,14 @@ def reference_texts(
     seed: int = 0,
     min_new_tokens: int = 0,
     cache: Path | None = None,
+    max_difference: float | None = None,
 ) -> list[dict[str, Any]]:
     """N completions of the reference as texts, from the file of an earlier run if there is one.
 
     Prompts are drawn without replacement, in rounds if there are fewer than N. The reference is the policy without its
-    adapter, at its head's temperature; a server samples it as its base. The seed is that of the choice of prompts and
-    of the samples; ``encode`` and ``cache`` are as for `score_texts`.
+    adapter, at its head's temperature; a server samples it as its base, and is refused where it is more than
+    ``max_difference`` nats away (by default what rounding explains). The seed is that of the choice of prompts and of
+    the samples; ``encode`` and ``cache`` are as for `score_texts`.
     """
     generator = torch.Generator(backbone.device).manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
@@ -264,6 +268,9 @@ def reference_texts(
             for start in range(0, number, DRAWN):
                 batch = prompts[slice(start, start + DRAWN)].to(backbone.device)
                 drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
+                if sampler.name not in LOCAL:
+                    logps = completion_logps(backbone, batch, drawn.ids, drawn.mask, min_new_tokens)
+                    drawn.mismatch(logps).check(sampler.name, backbone.dtype, max_difference)
                 lengths = drawn.mask.sum(1).tolist()
                 kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
                 bar.update(len(lengths))

@@ -168,12 +168,15 @@ class Backbone(FrozenBase):
                 stack.enter_context(self.reference())
             yield
 
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint."""
+    def save_adapter(self, folder: str | Path) -> Path:
+        """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint.
+
+        Where it lies: PEFT makes a folder within for a name that is not ``default``.
+        """
         if self.peft is None:
             raise InputError("adapter", None, "a backbone with a LoRA adapter")
         self.peft.save_pretrained(str(folder))
-        write_fingerprint(self.peft, folder)
+        return write_fingerprint(self.peft, folder)
 
 
 @contextlib.contextmanager

@@ -73,15 +73,20 @@ def check_supported(model: PreTrainedModel) -> None:
 
 def check_vocabulary(base: FrozenBase) -> None:
     """Reject a tokenizer or end-of-sequence ids with tokens that the embedding table lacks."""
-    rows, tokenizer = base.vocab_size, base.tokenizer
+    rows = base.vocab_size
     for token in base.eos_token_ids:
         if not isinstance(token, int) or not 0 <= token < rows:
             raise InputError("eos_token_id", token, f"ids of the embedding table, 0 to {rows - 1}")
+    check_tokens(base.tokenizer, rows)
+
+
+def check_tokens(tokenizer: Any, rows: int, of: str = "") -> None:
+    """Reject a tokenizer with tokens beyond the rows of its model's embedding table."""
     with contextlib.suppress(TypeError):  # a tokenizer may have no length
         tokens = max([len(tokenizer), *(number + 1 for number in getattr(tokenizer, "get_vocab", dict)().values())])
         if tokens > rows:
             allowed = f"at most {rows}, the rows of the model's embedding table: is it this model's tokenizer?"
-            raise InputError("tokens of the tokenizer", tokens, allowed)
+            raise InputError(f"{of}tokens of the tokenizer", tokens, allowed)
 
 
 def check_loaded(name: str, info: Mapping[str, Any]) -> None:

@@ -297,8 +297,8 @@ def _token_ids(
             continued = prompt[-1]["role"] == "assistant"
             with reading(field, str(prompt), "messages that the chat template accepts"):
                 encoded.append(tokenizer.apply_chat_template(
-                    prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
-                    **options,
+                    readable(tokenizer, prompt, **options), add_generation_prompt=not continued,
+                    continue_final_message=continued, return_dict=False, **options,
                 ))  # fmt: skip
     else:
         if template and warn_raw:
@@ -315,6 +315,18 @@ def _token_ids(
         if max(ids) >= len(tokenizer) and tokenizer.convert_ids_to_tokens(max(ids)) is None:  # its template adds it
             raise InputError(f"token of the {field}", max(ids), f"an id of the tokenizer, below {len(tokenizer)}")
     return encoded
+
+
+def readable(tokenizer: Any, chat: Sequence[Mapping[str, Any]], **options: Any) -> Sequence[Mapping[str, Any]]:
+    """A chat for a tokenizer's template: parts of a message as one text, a line each, where the template knows none.
+
+    Such a template writes a list of parts as Python does.
+    """
+    parts = [message["content"] for message in chat if isinstance(message.get("content"), list)]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, **options) if parts else ""
+    unread = [each for each in parts if str(each) in text]
+    return [{**message, "content": "\n".join(part["text"] for part in message["content"])}
+            if message.get("content") in unread else message for message in chat]  # fmt: skip
 
 
 def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mapping[str, Any]]:

@@ -75,8 +75,12 @@ class _Mismatch(NamedTuple):
     mean_ratio: float
     largest_difference: float
 
-    def check(self, bound: float, name: str) -> None:
-        """Refuse a sampler that is more than ``bound`` nats away from the policy at some token, or not a number."""
+    def check(self, name: str, dtype: torch.dtype, bound: float | None = None) -> None:
+        """Refuse a sampler that is more than ``bound`` nats away from the policy at some token, or not a number.
+
+        By default the bound is what rounding explains in the policy's type.
+        """
+        bound = bound or (1.0 if dtype.itemsize < 4 else 0.05)
         if not self.largest_difference <= bound:
             largest = f"{self.largest_difference:.3g} nats at one token, mean ratio {self.mean_ratio:.3g}"
             allowed = (
@@ -184,10 +188,10 @@ class ServerSampler(Server, Sampler):
                 self.folder.mkdir(parents=True, exist_ok=True)
             place = Path(tempfile.mkdtemp(prefix="grade-adapter-", dir=self.folder))
             place.chmod(0o755)  # the server may be another user's
-            backbone.save_adapter(place)
+            saved = backbone.save_adapter(place)
         needs = "vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, and sampler_folder that it can read"
         try:
-            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)}, needs)
+            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(saved)}, needs)
         except InputError as error:
             if "already been loaded" not in str(error):  # by an attempt whose answer was lost: the name is ours alone
                 shutil.rmtree(place, ignore_errors=True)

@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from grade.errors import InputError
+from grade.errors import InputError, file_error
 from grade.files import hashed
 from grade.models.adapter import ADAPTER_FILES, saved_values
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
@@ -160,26 +162,31 @@ class Teacher:
 def with_context(row: Mapping[str, Any], context: str) -> dict[str, Any]:
     """A row whose prompt has the context in front: of text as it is, of messages as the system's.
 
-    Without one where the context names a sibling and there is none.
+    Without one where a column that the context names is None, such as a sibling that there is not.
 
     >>> with_context({"prompt": "2+2=", "answer": 4}, "It is {answer}. ")["prompt"]
     'It is 4. 2+2='
     >>> with_context({"prompt": "2+2="}, "It may be {sibling}. ")["prompt"]
     '2+2='
     """
-    if names_sibling(context) and not row.get(SIBLING):
-        return dict(row)
+    known = {SIBLING: None, **row}
     try:
+        named = {re.split(r"[.\[]", name)[0] for _, name, *_ in Formatter().parse(context) if name}
+        if any(known[name] is None for name in named):
+            return dict(row)
         text = context.format_map(row)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         columns = ", ".join(f"{{{name}}}" for name in row)
-        raise InputError("teacher_context", context, f"text with columns of the row in braces: {columns}") from error
+        allowed = f"text with columns of the row in braces: {columns} ({file_error(error)})"
+        raise InputError("teacher_context", context, allowed) from error
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return {**row, "prompt": text + prompt}
     first, *others = prompt
     if first["role"] == "system":
-        return {**row, "prompt": [{**first, "content": f"{text}\n\n{first['content']}"}, *others]}
+        told = first["content"]
+        told = f"{text}\n\n{told}" if isinstance(told, str) else [{"type": "text", "text": text}, *told]
+        return {**row, "prompt": [{**first, "content": told}, *others]}
     return {**row, "prompt": [{"role": "system", "content": text}, *prompt]}
 
 
@@ -191,14 +198,14 @@ def names_sibling(context: str) -> bool:
 def with_siblings(prompts: PromptBatch, texts: Sequence[str], rewards: Tensor, group: int) -> PromptBatch:
     """Prompts of completions whose rows have the text of the best other completion of the prompt as ``sibling``.
 
-    Groups of G follow each other. No text where the best is as bad as the worst of all G.
+    Groups of G follow each other. None where the best is as bad as the worst of all G, or has no text.
     """
     examples = []
     for start in range(0, len(texts), group):
         scores = rewards[start : start + group].nan_to_num(-torch.inf).tolist()
         for number in range(group):
             score, best = max((score, -other) for other, score in enumerate(scores) if other != number)
-            told = texts[start - best] if score > min(scores) else ""
+            told = (texts[start - best] or None) if score > min(scores) else None
             examples.append({**prompts.examples[start + number], SIBLING: told})
     return replace(prompts, examples=tuple(examples))
 
@@ -254,6 +261,8 @@ def make_teacher(
             ours = policy.tokenizer(read, add_special_tokens=False)["input_ids"]
             _compare(teacher, ours, theirs)
     if context and some:
+        for i in range(len(rows)):  # without tokens, each of them
+            with_context(rows[i], context)
         read = encode(policy.tokenizer, [with_context(row, context) for row in some])
         teacher._check_length(read.ids.shape[1] + 1)
     return teacher
@@ -262,11 +271,12 @@ def make_teacher(
 def _check_tokens(teacher: Teacher, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Reject a teacher that reads other tokens than the policy."""
     theirs, shared = teacher.own.tokenizer, min(len(teacher.head.weight), teacher.policy.vocab_size)
-    here, there = ({token: i for token, i in each.get_vocab().items() if i < shared} for each in (tokenizer, theirs))
-    different = sorted((i, token) for token, i in here.items() ^ there.items())
+    here, there = (set(each.get_vocab().items()) for each in (tokenizer, theirs))
+    known = {(token, i) for token, i in here & there if i < shared}
+    different = sorted((i, token) for token, i in (here | there) - known)
     if different:
         i, token = different[0]
-        found = f"token {i}, {token!r}, is not the same in both"
+        found = f"token {i}, {token!r}, is not in both"
         raise InputError("teacher", teacher.name, f"a model with the policy's vocabulary: {found}")
     if rows:
         _compare(teacher, *(teacher.encode(each, rows).rows() for each in (tokenizer, theirs)))

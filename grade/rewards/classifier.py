@@ -31,8 +31,9 @@ from transformers.utils import logging
 from grade.errors import InputError, file_error, reading
 from grade.files import hashed, require_source
 from grade.models.backbone import errors_only
+from grade.models.compatibility import check_tokens
 from grade.models.head import EmbeddingTable, wide
-from grade.models.prompts import PromptBatch, padded, position_ids, special_tokens, tokenizer_hash
+from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens, tokenizer_hash
 from grade.rewards.base import Reward, RewardScope
 from grade.rewards.functions import Message, Texts, beginning, decode_texts
 from grade.rewards.identity import weights_hash
@@ -74,11 +75,16 @@ class TextClassifier(Reward):
             allowed = f"one of {', '.join(labels)}, as in hf:{name}@{next(iter(labels))}"
             raise InputError(f"reward {name!r}: label", label, allowed)
         self.column = labels.get(label, 0)
+        with contextlib.suppress(NotImplementedError):  # no table: CANINE's characters
+            check_tokens(tokenizer, len(model.get_input_embeddings().weight), f"reward {name!r}: ")
 
     @property
     def limit(self) -> int:
         """The most tokens that it reads."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
+        table = getattr(getattr(self.model.base_model, "embeddings", None), "position_embeddings", None)
+        if getattr(table, "padding_idx", None) is not None:
+            positions -= table.padding_idx + 1  # RoBERTa and its kin count from there
         return min(positions, getattr(self.tokenizer, "model_max_length", _UNLIMITED), _UNLIMITED)
 
     def value(self, logits: Tensor) -> Tensor:
@@ -124,7 +130,7 @@ class TextClassifier(Reward):
 
     def _render(self, row: int, chat: Sequence[Message]) -> str:
         try:
-            return self.tokenizer.apply_chat_template(chat, tokenize=False)
+            return self.tokenizer.apply_chat_template(readable(self.tokenizer, chat), tokenize=False)
         except Exception as error:  # no template, or one that refuses: jinja has classes of its own
             allowed = f"a classifier whose tokenizer has a chat template for them ({file_error(error)})"
             raise InputError(f"reward {self.name!r}, row {row}: messages", list(chat)[-1], allowed) from None
@@ -167,7 +173,7 @@ class EmbeddedClassifier(TextClassifier):
         prefix, suffix = special_tokens(tokenizer)
         self.prefix = torch.tensor(prefix if scope == "completion" else [], dtype=torch.long, device=model.device)
         self.suffix = torch.tensor(suffix, dtype=torch.long, device=model.device)
-        self.left = _checked_side(model, self.reads, min(len(tokenizer), len(own.weight)), name)
+        self.left = _checked_side(model, self.reads, len(tokenizer), name)
 
     def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings [B, L, D_R] in the table `reads`, with mask [B, L], 0 at padding, anywhere."""
@@ -240,11 +246,12 @@ def _checked_side(model: PreTrainedModel, table: EmbeddingTable, tokens: int, na
     # Relative error: far above rounding, far below what a wrong position does.
     reason, tolerance = "logits that differ", 1e-4 if table.weight.dtype.itemsize >= 4 else 1e-2
     with _any_batch(model):
-        want = torch.cat([model(input_ids=row[m.bool()].unsqueeze(0)).logits for row, m in zip(ids, mask, strict=True)])
         for left in (False, True):
             try:
+                alone = [model(input_ids=row[m.bool()].unsqueeze(0)).logits for row, m in zip(ids, mask, strict=True)]
+                want = torch.cat(alone)
                 got = _logits(model, table.embed(ids), mask, left)
-            except (TypeError, ValueError, RuntimeError) as error:
+            except (TypeError, ValueError, RuntimeError, IndexError) as error:
                 reason = str(error).strip().split("\n")[0]
                 continue
             if (got - want).norm() <= tolerance * want.norm():

@@ -120,7 +120,7 @@ class Log:
             raise InputError("log_extra", column, "another name: of these completions it is logged already")
         values = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # numpy's and torch's
         with reading("log_extra", column, "text, numbers, or lists and dicts of these, which a checkpoint can hold"):
-            json.dumps(values)
+            json.dumps(values, ensure_ascii=False).encode()
         self.columns[column] = values
 
     def _metric(self, name: str, value: float) -> None:

@@ -78,7 +78,7 @@ class GoldJudge:
         vectorizer = _vectorizer(min_df=2)
         try:
             vectorizer.fit(texts)
-        except ValueError as error:  # empty vocabulary
+        except (ValueError, AttributeError) as error:  # empty vocabulary, None
             raise InputError("texts", f"{len(texts)} texts", f"texts that share words ({error})") from None
         rng = np.random.default_rng(seed)
         crops = [_crop(text, rng) for _ in range(n_crops) for text in texts]

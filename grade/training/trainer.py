@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import logging
 import math
 import os
@@ -41,7 +42,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
@@ -479,7 +479,7 @@ class GradeTrainer(Trainer):
             rows = reference_texts(
                 self._prompts, number, backbone, self.sampler or make_sampler("own"), completion_tokens=length,
                 encode=self.encode, seed=args.seed, min_new_tokens=args.min_completion_length,
-                cache=cache_folder(),
+                cache=cache_folder(), max_difference=args.sampler_max_difference,
             )  # fmt: skip
         self._check_dataset(rows, "texts")
         return rows
@@ -721,8 +721,7 @@ class GradeTrainer(Trainer):
         with torch.no_grad():
             logps = completion_logps(self.backbone, prompts, samples.ids, samples.mask, min_new_tokens=least)
         policies = samples.mismatch(logps)
-        rounding = 1.0 if self.backbone.dtype.itemsize < 4 else 0.05
-        policies.check(args.sampler_max_difference or rounding, self.sampler.name)
+        policies.check(self.sampler.name, self.backbone.dtype, args.sampler_max_difference)
         figures = {"mean_ratio": policies.mean_ratio, "largest_difference": policies.largest_difference,
                    "seconds": seconds}  # fmt: skip
         self.log_buffer.add({f"sampler/{name}": torch.tensor(v, dtype=torch.float64) for name, v in figures.items()})
@@ -992,7 +991,7 @@ class GradeTrainer(Trainer):
             if args.log_completions:
                 rows = self.log_buffer.drain_rows()
                 with reading("log_completions", ", ".join(rows), "columns of which each has values of one type"):
-                    pa.Table.from_pandas(rows)
+                    rows.to_parquet(io.BytesIO())
                 self._write_table(f"completions_{step:05d}", rows)
         if self.train_dataset is not None:
             self.state.epoch = self.passes(step)

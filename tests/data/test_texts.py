@@ -218,6 +218,26 @@ def test_completions_of_the_reference_are_drawn_once(task, tmp_path):
     assert reference_number("reference:4096") == 4096 and reference_number("texts.jsonl") is None
 
 
+def test_completions_that_the_reference_would_not_sample_are_refused_and_not_kept(task, tmp_path):
+    """Of a sampler elsewhere, which may have another base; here one that gives the policy's."""
+
+    class Adapted(Sampler):
+        def sample(self, backbone, *arguments):
+            backbone.peft.enable_adapter_layers()
+            try:
+                return super().sample(backbone, *arguments)
+            finally:
+                backbone.peft.disable_adapter_layers()
+
+    prompts, backbone = [{"prompt": text} for text in task.train_prompts[:4]], task.backbone
+    settings = dict(completion_tokens=T, encode=encoder(backbone), cache=tmp_path)
+    with pytest.raises(InputError, match="sampler: largest difference: .* sampler_max_difference = 0.05 .* elsewhere"):
+        reference_texts(prompts, 10, backbone, Adapted("elsewhere"), **settings)
+    assert not list(tmp_path.iterdir())
+    reference_texts(prompts, 10, backbone, Sampler("elsewhere"), **settings)
+    assert len(reference_texts(prompts, 10, backbone, Adapted("elsewhere"), **settings, max_difference=9.0)) == 10
+
+
 BAD = {
     "few": (ROWS[:3], "texts: got '3 from texts'; allowed: at least 8"),
     "empty": ([{**ROWS[0], "completion": "  "}, *ROWS], "completion in row 0: got ' '"),

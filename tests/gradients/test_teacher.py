@@ -168,9 +168,33 @@ def test_a_completion_is_hinted_at_by_the_best_other_one_that_is_better_than_the
     rewards = torch.tensor([1.0, 0.0, 1.0, torch.nan, 0.5, 0.2])
     told = with_siblings(prompts, list("uvwxyz"), rewards, 3)
     assert [row["sibling"] for row in told.examples] == ["w", "u", "u", "y", "z", "y"]
-    assert [row["sibling"] for row in with_siblings(prompts, list("uvwxyz"), torch.ones(6), 3).examples] == [""] * 6
+    assert [row["sibling"] for row in with_siblings(prompts, list("uvwxyz"), torch.ones(6), 3).examples] == [None] * 6
     assert with_context(told.examples[4], "Like {sibling}: ")["prompt"] == "Like z: b"
     assert "sibling" not in rows[0]
+
+
+SYSTEM, PARTS = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": "Be brief."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "context", "prompt"),
+    [
+        ({"prompt": "2+2=", "answer": None}, "It is {answer!r:>3}. ", "2+2="),
+        ({"prompt": "2+2=", "answer": {"best": None}}, "It is {answer[best]}. ", "It is None. 2+2="),
+        ({"prompt": "2+2=", "answer": 0, "other": None}, "It is {answer}. {{other}} ", "It is 0. {other} 2+2="),
+        ({"prompt": [SYSTEM]}, "Hint", [{**SYSTEM, "content": "Hint\n\nBe brief."}]),
+        ({"prompt": [{**SYSTEM, "content": PARTS}]}, "Hint",
+         [{**SYSTEM, "content": [{"type": "text", "text": "Hint"}, *PARTS]}]),
+    ],
+)  # fmt: skip
+def test_a_context_stands_in_front_of_a_prompt_where_its_columns_have_values(row, context, prompt):
+    assert with_context(row, context) == {**row, "prompt": prompt}
+
+
+def test_every_row_is_told_before_training():
+    rows = [{"prompt": "a", "answer": 4}] * 70 + [{"prompt": "a", "answer": "4"}]
+    with pytest.raises(InputError, match="teacher_context: got 'It is {answer:d}. '; .* columns .*'d' for object"):
+        make_teacher("base", make_backbone(), context="It is {answer:d}. ", rows=rows)
 
 
 def test_an_adapter_on_the_same_base_is_a_teacher_without_another_copy(tmp_path):

@@ -137,6 +137,26 @@ def test_messages_go_through_the_chat_template():
     assert own.ids.tolist() == [[B]]
 
 
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        (TEMPLATE, [BOS, A, B, C, EOS, BOS]),  # which would write a list as Python does
+        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}<pad>{% endfor %}{% endfor %}",
+         [A, B, PAD, C, PAD]),
+    ],
+)  # fmt: skip
+def test_parts_of_a_message_are_text(template, want):
+    tokenizer, parts = chat_tokenizer(), [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}]
+    tokenizer.chat_template = template
+    row = {"prompt": [{"role": "user", "content": parts}]}
+    batch = encode_examples(tokenizer, [row])
+    assert batch.ids.tolist() == [want] and batch.examples == (row,)
+    if template is TEMPLATE:
+        chats = [turns("a b\nc", "a"), turns(parts, "a"), turns("a b\nc", parts[1:]), turns("a b\nc", "c")]
+        rows = encode_examples(tokenizer, [{"prompt": chat} for chat in chats]).rows()
+        assert rows[0] == rows[1] and rows[2] == rows[3]
+
+
 def test_plain_text_into_a_chat_model_warns_once():
     def caught(**options):
         with warnings.catch_warnings(record=True) as found:

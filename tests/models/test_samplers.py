@@ -14,6 +14,7 @@ import torch
 from completions_server import serving
 from conftest import EOS, VOCAB, generator, make_prompts, perturb_adapter, tiny_config
 from models.zoo import build
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
@@ -107,7 +108,7 @@ def test_log_probabilities_are_those_of_the_tokens(name, served):
     torch.testing.assert_close(samples.logps.float(), own, atol=1e-5, rtol=1e-5)
     found = samples.mismatch(own)
     assert found.largest_difference < 1e-5 and abs(found.mean_ratio - 1) < 1e-5
-    found.check(1e-4, name)
+    found.check(name, backbone.dtype, 1e-4)
     ends = torch.isin(samples.ids, torch.tensor(EOS)) & samples.mask.bool()
     assert not (ends[:, :-1] & samples.mask[:, 1:].bool()).any()
 
@@ -252,6 +253,17 @@ def test_only_a_busy_server_is_asked_again(status, requests, served):
     asked.clear()
     ServerSampler(server.address, 30.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
     assert len(asked) == 2
+
+
+def test_an_adapter_may_have_any_name(served):
+    model = AutoModelForCausalLM.from_pretrained(served[1].folder)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="mine")
+    backbone, sampler, prompts = perturb_adapter(Backbone(model)), make_sampler(served[1].address), make_prompts(4, 6)
+    sampler.publish(backbone)
+    samples = sampler.sample(backbone, prompts, 8, generator())
+    sampler.close()
+    own = completion_logps(backbone, prompts, samples.ids, samples.mask).detach()
+    assert samples.mismatch(own).largest_difference < 1e-5
 
 
 def test_an_adapter_whose_load_was_answered_by_nobody_is_not_an_error(served, tmp_path):
@@ -413,8 +425,11 @@ def test_the_mismatch_by_hand():
     found = q.mismatch(p)
     assert found.mean_ratio == pytest.approx(13 / 12, rel=1e-6)  # float32
     assert found.largest_difference == pytest.approx(np.log(4), rel=1e-6)
-    found.check(1.4, "x")
+    found.check("x", q.logps.dtype, 1.4)
+    found._replace(largest_difference=0.9).check("x", torch.bfloat16)
+    with pytest.raises(InputError, match=r"= 0.05 nats .* of x "):
+        found.check("x", torch.float32)
     with pytest.raises(InputError, match=r"got '1.39 nats at one token, mean ratio 1.08'; .* = 1.3 nats .* of x "):
-        found.check(1.3, "x")
+        found.check("x", q.logps.dtype, 1.3)
     with pytest.raises(InputError, match="nan nats"):
-        q.mismatch(p * float("nan")).check(1.0, "x")
+        q.mismatch(p * float("nan")).check("x", q.logps.dtype, 1.0)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 from conftest import perturb_adapter
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    RobertaConfig,
+)
 
 from grade.data.tiny_lm import train_tokenizer
 from grade.models.adapter import LoraSettings
@@ -53,6 +60,7 @@ def make_classifier(tokenizer):
         sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
         made, of_kind = {
             "bert": (BertConfig, dict(max_position_embeddings=64, pad_token_id=1, **sizes)),
+            "roberta": (RobertaConfig, dict(max_position_embeddings=66, pad_token_id=1, **sizes)),
             "llama": (LlamaConfig, dict(max_position_embeddings=64, eos_token_id=0, bos_token_id=None, **sizes)),
             "gpt2": (GPT2Config, dict(n_positions=64, n_embd=24, n_layer=2, n_head=4, eos_token_id=0)),
         }[kind]

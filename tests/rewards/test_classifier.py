@@ -23,7 +23,7 @@ def alone(model, tokenizer, texts, **options):
     return logits_of(model, [tokenizer(text, **options)["input_ids"] for text in texts])
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "gpt2"])
 def test_it_reads_decoded_text_with_its_own_tokenizer(kind, make_classifier, policy, other, batch):
     model = make_classifier(kind)
     texts = ["The film was a delight.", "This movie was dull and clumsy, a mess", "The second half of it was not fun"]
@@ -70,7 +70,9 @@ def test_messages_go_through_its_own_template_without_more_special_tokens(make_c
     answers = [tokenizer.decode([70, 71, 72]), tokenizer.decode([73])]
     for scope, start in (("prompt_and_completion", "[user: hello]"), ("completion", "")):
         want = alone(model, own, [f"{start}[assistant: {a}]" for a in answers], add_special_tokens=False)[:, 0]
-        assert_close(TextClassifier(model, own, scope=scope).score(policy, chat(), ids, mask), want)
+        for content in ("hello", [{"type": "text", "text": "hello"}]):
+            got = TextClassifier(model, own, scope=scope).score(policy, chat(content), ids, mask)
+            assert_close(got, want)
     with pytest.raises(InputError, match="row 0: messages.*chat template"):
         TextClassifier(model, other).score(policy, chat(), ids, mask)
 
@@ -91,14 +93,22 @@ def test_rows_of_several_passes_are_those_of_one_row_alone(make_classifier, poli
     assert_close(got[[0, 63, 64, 129]], alone(reward.model, tokenizer, texts)[:, 0])
 
 
-@pytest.mark.parametrize("limit", ["model", "tokenizer"])
+@pytest.mark.parametrize("limit", ["model", "roberta", "tokenizer"])
 def test_too_long_a_text_is_refused_with_its_row(limit, make_classifier, policy, batch):
     own = train_tokenizer(["The film was a delight."], 290)
     if limit == "tokenizer":
         own.model_max_length = 10
-    model = make_classifier("bert", max_position_embeddings=64 if limit == "tokenizer" else 10)
+    kind, positions = {"model": ("bert", 10), "tokenizer": ("bert", 64), "roberta": ("roberta", 12)}[limit]
+    model = make_classifier(kind, max_position_embeddings=positions)
     with pytest.raises(InputError, match=r"row \d, .*: tokens: got \d\d; allowed: at most 10"):
         TextClassifier(model, own).score(policy, *batch)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_table_has_rows_is_refused(make_classifier):
+    own = train_tokenizer(["The film was a delight."], 290)
+    own.add_tokens("<added>")
+    with pytest.raises(InputError, match="reward 'classifier': tokens of the tokenizer: got 276; allowed: at most 275"):
+        TextClassifier(make_classifier("bert", vocab_size=275), own)
 
 
 def base_model(folder, policy, tokenizer):

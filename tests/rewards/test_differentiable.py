@@ -134,18 +134,18 @@ def test_the_policys_table_may_have_more_or_fewer_rows(make_classifier, make_pol
         assert_close(reward.score(policy, *batch), want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "roberta"])
 def test_a_text_longer_than_the_classifier_reads_is_refused_with_its_row(
     kind, make_classifier, policy, tokenizer, batch
 ):
     ids, mask = joined(batch)
-    longest = int(mask.sum(1).max())
+    longest, unused = int(mask.sum(1).max()), 2 if kind == "roberta" else 0
     name = "n_positions" if kind == "gpt2" else "max_position_embeddings"
-    short = EmbeddedClassifier(make_classifier(kind, **{name: longest - 1}), tokenizer, policy)
+    short = EmbeddedClassifier(make_classifier(kind, **{name: unused + longest - 1}), tokenizer, policy)
     with pytest.raises(InputError, match=f"row {int(mask.sum(1).argmax())}.*tokens: got {longest}"):
         short.score(policy, *batch)
     # padding does not count
-    exact = EmbeddedClassifier(make_classifier(kind, **{name: longest}), tokenizer, policy)
+    exact = EmbeddedClassifier(make_classifier(kind, **{name: unused + longest}), tokenizer, policy)
     assert mask.shape[1] > longest
     assert torch.isfinite(exact.score(policy, *batch)).all()
 
@@ -165,5 +165,6 @@ def test_a_model_that_treats_embeddings_unlike_ids_is_refused(make_classifier, p
     model.forward = lambda input_ids=None, inputs_embeds=None, **others: inner(
         input_ids, inputs_embeds=None if inputs_embeds is None else -inputs_embeds, **others
     )
-    with pytest.raises(InputError, match="reads inputs_embeds as it reads input_ids"):
-        EmbeddedClassifier(model, tokenizer, policy)
+    for unlike in (model, make_classifier("bert", max_position_embeddings=5)):  # too short for the probe
+        with pytest.raises(InputError, match="reads inputs_embeds as it reads input_ids"):
+            EmbeddedClassifier(unlike, tokenizer, policy)

@@ -99,6 +99,7 @@ def test_missing_and_damaged_files_are_refused(judge, tmp_path):
         (["a b", "a c"], [0, 2], "labels"),
         (["a b", "a c"], [0.3, 1], "labels"),
         (["one two", "three four"], [0, 1], "texts"),
+        (["a b", None], [0, 1], "texts"),
     ],
 )
 def test_fits_that_cannot_be(texts, labels, field):

@@ -213,6 +213,20 @@ def test_what_is_refused(tmp_path, changes, says):
         trainer(tmp_path, **changes)
 
 
+def test_a_teacher_without_a_row_for_each_of_the_policys_tokens_is_refused(tmp_path):
+    tokenizer, added = save_toy_base(tmp_path).backbone.tokenizer, tmp_path / "added"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer.add_tokens("<added>")
+    for folder in (tmp_path, added):  # the teacher has no such token; it has, but no row of its table
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(added)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    policy = Backbone(model, tokenizer)
+    for folder in (tmp_path, added):
+        with pytest.raises(InputError, match=f"token {len(tokenizer) - 1}, '<added>', is not in both"):
+            make_teacher(folder, policy)
+
+
 def test_a_teacher_that_reads_other_tokens_is_refused(tmp_path):
     task = save_toy_base(tmp_path)
     policy, rows = Backbone.load(tmp_path), [{"prompt": text} for text in task.train_prompts]

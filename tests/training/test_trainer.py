@@ -298,6 +298,8 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     ("log_metric", "rewards/reward/mean", 9.0, "log_metric: got 'rewards/reward/mean'; allowed: another name"),
     ("log_extra", "prompt", ["a"] * 8, "log_extra: got 'prompt'; allowed: another name"),
     ("log_extra", "when", [datetime.now()] * 8, "log_extra: got 'when'; allowed: text, .* datetime is not"),
+    ("log_extra", "half", ["\ud83d"] * 8, "log_extra: got 'half'; allowed: text, .* surrogates not allowed"),
+    ("log_extra", "empty", [{}] * 8, "log_completions: got .*values of one type .*empty"),
     ("log_extra", "mixed", [1, "a"] * 4, "log_completions: got .*values of one type .*mixed"),
 ])  # fmt: skip
 def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value, message):
