@@ -1207,8 +1207,9 @@ class GradeTrainer(Trainer):
             schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
             if isinstance(schedule, LambdaLR):  # whose length may be another than the checkpoint's
                 rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-                for group, (base, rate) in zip(schedule.optimizer.param_groups, rates, strict=True):
-                    group["lr"] = base * rate(schedule.last_epoch)
+                schedule._last_lr = [base * rate(schedule.last_epoch) for base, rate in rates]
+                for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+                    group["lr"] = rate
             state = read_json(Path(checkpoint) / STATE_FILE)
             if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
                 raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")

@@ -98,7 +98,7 @@ def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     lora = LoraSettings(r=16, alpha=32)
     talking = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, lora)
     with pytest.raises(InputError, match="chat template: got .*, as in .*checkpoint-3"):
-        trainer(talking, tmp_path, max_steps=4, raw_prompts=True).train(resume_from_checkpoint=True)
+        trainer(talking, tmp_path, max_steps=4).train(resume_from_checkpoint=True)
     with pytest.raises(InputError, match="max_steps: got 2; allowed: at least 3, the step of .*checkpoint-3"):
         trainer(base, tmp_path).train(resume_from_checkpoint=True)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
