@@ -181,7 +181,7 @@ class MethodConfig(Settings):
     support: Support = setting("perturbed_top_k", "top_k, or perturbed_top_k: exact samples for any K")
     rao_draws: PositiveInt = setting(8, "gumbel_rao: draws M of the noise given the token")
     tau_start: Tau = setting(2.0, "Gumbel temperature at the first step")
-    tau_end: Tau = setting(2.0, "Gumbel temperature after annealing")
+    tau_end: Tau | None = setting(None, "Gumbel temperature after annealing; null: tau_start")
     tau_anneal_steps: NonNegativeInt = setting(0, "steps of the linear ramp from tau_start to tau_end")
     hops: NonNegativeInt = setting(1, "feedback hops of the replay engine; max_completion_length - 1 is exact")
     hop_tolerance: NonNegativeFloat = setting(0.0, "stop hopping at this relative residual; 0 = take all hops")
@@ -259,6 +259,9 @@ class MethodConfig(Settings):
             value = getattr(self, option)
             if not reads(self.method, option) and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
+        if (self.tau_end in (None, self.tau_start)) != (self.tau_anneal_steps == 0):
+            allowed = "at least 1 where tau_end is not tau_start, otherwise 0"
+            raise InputError("tau_anneal_steps", self.tau_anneal_steps, allowed)
         if self.value_fit == "closed_form" and self.kl_estimator != "exact":
             allowed = "exact with value_fit = closed_form, which reads the reference's hidden states"
             raise InputError("kl_estimator", self.kl_estimator, allowed)
@@ -315,7 +318,7 @@ class MethodConfig(Settings):
 
     def relaxation(self, step: int = 0) -> RelaxationConfig:
         """The relaxation at an optimizer step, which sets the Gumbel temperature."""
-        tau = tau_at(step, self.tau_start, self.tau_end, self.tau_anneal_steps)
+        tau = tau_at(step, self.tau_start, self.tau_end or self.tau_start, self.tau_anneal_steps)
         return RelaxationConfig(
             estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
             rao_draws=self.rao_draws, max_new_tokens=self.max_completion_length,
