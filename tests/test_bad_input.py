@@ -245,6 +245,7 @@ def cases():
     ):  # fmt: skip
         yield command, text, "", {}
     for command, text, says in (
+        ("evaluate", "--set eval_dataset=", "eval_dataset: got ''"),
         ("evaluate", "--output run/metrics.json", "manifest.json lists this one"),
         ("evaluate", "--output run/adapter/adapter_config.json", "another file"),
         ("explained", "--json reviews/policy.jsonl", ".json"), ("show", "--html rewards.py", ".html"),
