@@ -208,7 +208,7 @@ def cases():
         ("--method ste_legacy --num_generations null --hops 2", "hops: got 2; allowed: only with gumbel, ste"),
         ("--final_eval_prompts 41", "final_eval_prompts: got 41; allowed: at most 8"),
         ("--warmup_steps 1", "less than max_steps = 1"), ("--method ppo --minibatches 3", "minibatches: got 3"),
-        ("--set reward=[3]", "reward.0: got 3"),
+        ("--bf16 true --dtype float64", "dtype: got 'float64'"), ("--set reward=[3]", "reward.0: got 3"),
         ("--method grpo --num_generations 1", "num_generations: got 1; allowed: at least 2 for grpo"),
     ):  # fmt: skip
         yield "train", text, says, {}

@@ -1,6 +1,7 @@
 """Methods by name: a relaxed one is an estimator with an engine, a policy gradient a row of `PolicyGradientMethod`.
 
-`OPTIONS` lists the settings that only some methods read; `MethodConfig` rejects them for the others.
+`OPTIONS` lists the settings that only some methods read, `SWITCHES` those that only some values of another setting
+read; `MethodConfig` rejects them for the others.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import (
 from grade.config import Settings, Text, check_bytes, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
+from grade.models.samplers import LOCAL
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
@@ -114,6 +116,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Settings that only some methods read, with those methods. Any other setting applies to every method."""
+SWITCHES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("value_learning_rate", "value_clip"), ("value_fit", ("closed_form",))),
+    "importance_sampling_cap": ("importance_sampling", ("none",)),
+    **dict.fromkeys(("sampler_folder", "sampler_max_difference"), ("sampler", LOCAL)),
+}
+"""Settings that are not read where another one has one of these values; of `GradeConfig`, too."""
 
 
 def reads(method: str, option: str) -> bool:
@@ -259,6 +267,11 @@ class MethodConfig(Settings):
             value = getattr(self, option)
             if not reads(self.method, option) and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
+        for option, (switch, off) in SWITCHES.items():
+            at = getattr(self, switch, None)
+            if at in off and getattr(self, option) != self.default_of(option):
+                allowed = f"{self.default_of(option)} with {switch} = {at}, which does not read it"
+                raise InputError(option, getattr(self, option), allowed)
         if (self.tau_end in (None, self.tau_start)) != (self.tau_anneal_steps == 0):
             allowed = "at least 1 where tau_end is not tau_start, otherwise 0"
             raise InputError("tau_anneal_steps", self.tau_anneal_steps, allowed)
