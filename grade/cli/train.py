@@ -69,6 +69,8 @@ def _train(args: argparse.Namespace) -> None:
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate an adapter with a training run's own settings."""
     config = TrainConfig.load(args.config, args.set)
+    if not config.eval_dataset:
+        raise InputError("eval_dataset", config.eval_dataset, "held-out prompts to evaluate on")
     if args.output is not None:
         check_file(args.output, "--output")
     task = load_task(config, config.device, adapter=args.adapter)

@@ -23,6 +23,7 @@ import pyarrow.parquet
 from datasets import Dataset
 from datasets.table import InMemoryTable
 
+from grade.data.tables import check_table
 from grade.errors import InputError, reading
 from grade.files import require_source
 
@@ -132,16 +133,13 @@ def _read_csv(path: Path, field: str) -> Dataset:
             pd.read_csv, path, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable", low_memory=False,
             float_precision="round_trip",
         )  # fmt: skip
-        written = read(header=None, dtype=str)  # without a header it refuses surplus fields
-        header, written = written.iloc[0], written[1:].reset_index(drop=True)
-        if header.duplicated().any():  # pandas gives the second another name
-            raise ValueError(f"two columns {header[header.duplicated()].iloc[0]!r}")
-        frame = read(dtype=dict.fromkeys(("prompt", "completion"), str))
-        for name, place in zip(frame, written, strict=True):
-            texts = (column.astype("string").str.lower() for column in (frame[name], written[place]))
+        check_table(path)
+        frame, written = read(dtype=dict.fromkeys(("prompt", "completion"), str)), read(dtype=str)
+        for name in frame:
+            texts = (column.astype("string").str.lower() for column in (frame[name], written[name]))
             back, before = (text.str.removesuffix(".0") for text in texts)
             if not back.equals(before):
-                frame[name] = written[place]
+                frame[name] = written[name]
         return Dataset.from_pandas(frame, preserve_index=False)
 
 

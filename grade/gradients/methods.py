@@ -1,6 +1,7 @@
 """Methods by name: a relaxed one is an estimator with an engine, a policy gradient a row of `PolicyGradientMethod`.
 
-`OPTIONS` lists the settings that only some methods read; `MethodConfig` rejects them for the others.
+`OPTIONS` lists the settings that only some methods read, `SWITCHES` those that only some values of another setting
+read; `MethodConfig` rejects them for the others.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import (
 from grade.config import Settings, Text, check_bytes, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
+from grade.models.samplers import LOCAL
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
@@ -114,6 +116,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Settings that only some methods read, with those methods. Any other setting applies to every method."""
+SWITCHES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("value_learning_rate", "value_clip"), ("value_fit", ("closed_form",))),
+    "importance_sampling_cap": ("importance_sampling", ("none",)),
+    **dict.fromkeys(("sampler_folder", "sampler_max_difference"), ("sampler", LOCAL)),
+}
+"""Settings that are not read where another one has one of these values; of `GradeConfig`, too."""
 
 
 def reads(method: str, option: str) -> bool:
@@ -181,7 +189,7 @@ class MethodConfig(Settings):
     support: Support = setting("perturbed_top_k", "top_k, or perturbed_top_k: exact samples for any K")
     rao_draws: PositiveInt = setting(8, "gumbel_rao: draws M of the noise given the token")
     tau_start: Tau = setting(2.0, "Gumbel temperature at the first step")
-    tau_end: Tau = setting(2.0, "Gumbel temperature after annealing")
+    tau_end: Tau | None = setting(None, "Gumbel temperature after annealing; null: tau_start")
     tau_anneal_steps: NonNegativeInt = setting(0, "steps of the linear ramp from tau_start to tau_end")
     hops: NonNegativeInt = setting(1, "feedback hops of the replay engine; max_completion_length - 1 is exact")
     hop_tolerance: NonNegativeFloat = setting(0.0, "stop hopping at this relative residual; 0 = take all hops")
@@ -259,6 +267,14 @@ class MethodConfig(Settings):
             value = getattr(self, option)
             if not reads(self.method, option) and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
+        for option, (switch, off) in SWITCHES.items():
+            at = getattr(self, switch, None)
+            if at in off and getattr(self, option) != self.default_of(option):
+                allowed = f"{self.default_of(option)} with {switch} = {at}, which does not read it"
+                raise InputError(option, getattr(self, option), allowed)
+        if (self.tau_end in (None, self.tau_start)) != (self.tau_anneal_steps == 0):
+            allowed = "at least 1 where tau_end is not tau_start, otherwise 0"
+            raise InputError("tau_anneal_steps", self.tau_anneal_steps, allowed)
         if self.value_fit == "closed_form" and self.kl_estimator != "exact":
             allowed = "exact with value_fit = closed_form, which reads the reference's hidden states"
             raise InputError("kl_estimator", self.kl_estimator, allowed)
@@ -315,7 +331,7 @@ class MethodConfig(Settings):
 
     def relaxation(self, step: int = 0) -> RelaxationConfig:
         """The relaxation at an optimizer step, which sets the Gumbel temperature."""
-        tau = tau_at(step, self.tau_start, self.tau_end, self.tau_anneal_steps)
+        tau = tau_at(step, self.tau_start, self.tau_end or self.tau_start, self.tau_anneal_steps)
         return RelaxationConfig(
             estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
             rao_draws=self.rao_draws, max_new_tokens=self.max_completion_length,

@@ -75,7 +75,7 @@ def check_vocabulary(base: FrozenBase) -> None:
     """Reject a tokenizer or end-of-sequence ids with tokens that the embedding table lacks."""
     rows = base.vocab_size
     for token in base.eos_token_ids:
-        if not isinstance(token, int) or not 0 <= token < rows:
+        if type(token) is not int or not 0 <= token < rows:  # true is one, too
             raise InputError("eos_token_id", token, f"ids of the embedding table, 0 to {rows - 1}")
     check_tokens(base.tokenizer, rows)
 

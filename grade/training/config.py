@@ -436,6 +436,8 @@ class TrainConfig(GradeConfig):
             self.reward = REWARD if self.teacher is None else []
         if self.model_init_kwargs:
             raise InputError("model_init_kwargs", self.model_init_kwargs, "none: dtype and attention do this here")
+        if self.bf16 and self.dtype not in ("float32", "bfloat16"):
+            raise InputError("dtype", self.dtype, "bfloat16, or the default, with bf16, which makes it that")
         if self.resume_from_checkpoint:
             raise InputError("resume_from_checkpoint", self.resume_from_checkpoint, "none; --resume continues a run")
         for name in ("eval_on_start", "eval_on_end"):

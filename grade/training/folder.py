@@ -246,6 +246,7 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
         if is_address(settings[name]):
             settings[name] = "a server"
     settings["gradient_accumulation_steps"] = config.microbatches  # on however many processes
+    settings["tau_end"] = config.tau_end or config.tau_start  # null is that one
     return settings
 
 

@@ -234,7 +234,7 @@ class GradeTrainer(Trainer):
         if args.method == AUTO:
             args.method, why = _choose_method(args, self.rewards, texts is not None, teacher is not None)
             self._choose("method", f"{args.method}: {why}")
-            args.check_groups()
+            replace(args)  # checked again
         self.teacher = self._make_teacher(teacher, train_dataset, texts is not None)
         of_rewards = None if args.hinted else self.teacher
         self.objective = Objective(self.rewards, args.beta, args.reward_scope, of_rewards)
@@ -263,6 +263,10 @@ class GradeTrainer(Trainer):
         self.text_steps, self._opened = 0, list[Tensor]()
         if texts is not None or (self._offline and train_dataset is not None):
             self._texts = self._read_texts(texts)
+        elif train_dataset is not None:
+            for name in ("own_completions", "most_texts"):
+                if getattr(args, name) != args.default_of(name):
+                    raise InputError(name, getattr(args, name), "another value than the default only with texts")
         if self._offline and self._texts is not None:
             train_dataset = [{"number": number} for number in range(len(self._texts))]
         if args.max_steps < 0 and train_dataset is not None:
@@ -397,6 +401,10 @@ class GradeTrainer(Trainer):
         )  # fmt: skip
         if "teacher_topk" in changed and teacher.served is None:
             raise InputError("teacher_topk", args.teacher_topk, "another value than the default only with a server")
+        if "teacher_dtype" in changed and not (teacher.own and isinstance(given, str | Path)):
+            raise InputError(
+                "teacher_dtype", args.teacher_dtype, "None, but for another model given by its name"
+            )
         if args.hinted and teacher.served is not None:
             raise InputError("teacher", teacher.name, f"base or another model with {HINTED}, which needs every token")
         if args.hinted:

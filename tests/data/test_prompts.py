@@ -83,7 +83,7 @@ def test_columns_keep_what_a_row_holds(tmp_path):
 
 
 def test_prompts_in_a_table_are_text_whatever_they_look_like(tmp_path):
-    path = write(tmp_path / "rows.csv", "prompt,n\n007,1.5\n1e3,\n12,2\n")
+    path = write(tmp_path / "rows.csv", "prompt,n\n007,1.5\n\n1e3,\n  \n12,2\n")
     expected = [{"prompt": "007", "n": 1.5}, {"prompt": "1e3", "n": None}, {"prompt": "12", "n": 2.0}]
     assert list(load_prompts(path)) == expected
 
@@ -158,7 +158,9 @@ BAD = {
     ),
     "columns.jsonl": ('{"question": "a", "answer": 1}\n', r"columns of .*: got \['question', 'answer'\]; .*\"prompt\""),
     "empty.csv": ("", "a table in UTF-8, separated by commas: .*EmptyDataError"),
-    "commas.csv": ("prompt\nHello, you\nDear, me\n", "quote a text that holds one .*Expected 1 fields in line 2"),
+    "commas.csv": ("prompt\nHello, you\nDear, me\n", "quote a text that holds one .*2 fields in line 2, 1 in"),
+    "short.csv": ('prompt,x\n"a\nb",1\n\nThe fil', "short.csv'; allowed: .*1 fields in line 5, 2 in the header"),
+    "twice.csv": ("prompt,x,x\na,1,2\n", "twice.csv'; allowed: .*two columns 'x'"),
     "text.parquet": ("prompt\n", "a parquet file .ArrowInvalid"),
 }
 

@@ -82,3 +82,6 @@ def test_values_are_of_the_frozen_bases_states(policy):
 def test_it_needs_the_reference_pass():
     with pytest.raises(InputError, match=r"kl_estimator: got 'k3'; allowed: exact with value_fit = closed_form"):
         MethodConfig(method="ppo", value_fit="closed_form", kl_estimator="k3")
+    for name in ("value_learning_rate", "value_clip"):
+        with pytest.raises(InputError, match=f"{name}: got 0.5; allowed: .* with value_fit = closed_form"):
+            MethodConfig(method="ppo", value_fit="closed_form", **{name: 0.5})

@@ -18,3 +18,11 @@ def test_a_setting_that_a_method_does_not_read_is_refused(method):
     kept = MethodConfig.values_for(method, other | {"max_completion_length": 7})
     assert kept["method"] == method and kept["max_completion_length"] == 7
     assert {name for name in other if name in kept} == {name for name in other if reads(method, name)}
+
+
+@pytest.mark.parametrize(("end", "steps", "tau"), [(None, 0, 0.5), (0.5, 0, 0.5), (1.0, 4, 0.75)])
+def test_the_temperature_stays_or_is_annealed_in_some_steps(end, steps, tau):
+    values = dict(method="ste", tau_start=0.5, tau_end=end)
+    assert MethodConfig(**values, tau_anneal_steps=steps).relaxation(2).tau == tau
+    with pytest.raises(InputError, match=f"tau_anneal_steps: got {4 - steps}; allowed: at least 1"):
+        MethodConfig(**values, tau_anneal_steps=4 - steps)

@@ -184,7 +184,7 @@ def test_layers_within_layers_are_recomputed_once():
             torch.testing.assert_close(recomputed, plain)
 
 
-@pytest.mark.parametrize("eos", [VOCAB, -1, [2, 500], "x"])
+@pytest.mark.parametrize("eos", [VOCAB, -1, [2, 500], "x", True])
 def test_ends_of_sequence_outside_the_table_are_refused(eos):
     model = tiny()
     model.generation_config.eos_token_id = eos

@@ -30,12 +30,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def explained(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GRADE_CACHE", "~/cache")
 
     def explained(*options, letters="{'e': 1.0, 'a': -1.0}"):
         (tmp_path / "rewards.py").write_text(REWARD.replace("{LETTERS}", letters))
         arguments = ["--reward", f"{tmp_path}/rewards.py:reward", "--texts", f"{folder}/texts.jsonl"]
-        arguments += ["--model", f"{folder}/base", "--json", f"{tmp_path}/explained.json", "--most_texts", "400"]
+        arguments += ["--model", f"{folder}/base", "--json=~/explained.json", "--most_texts", "400"]
         code = main(["explained", *arguments, "--reference", "64", *options])
         return code, json.loads((tmp_path / "explained.json").read_text()) if code == 0 else None
 
@@ -55,7 +56,7 @@ def test_a_reward_that_is_a_sum_over_tokens_is_explained_also_on_the_reference(e
     assert [row["kl"] for row in result["promise"]] == [2, 5, 10] and 0 < gains[0] <= gains[1] <= gains[2]
     assert repr(liked[0]) in shown and "R2 (reference)" in shown
     assert result["calls"] == result["texts"] + 64
-    assert explained()[1]["calls"] == 0  # kept
+    assert explained()[1]["calls"] == 0 and any((tmp_path / "cache" / "texts").iterdir())  # kept
 
 
 def test_what_cannot_be_explained_is_one_line(explained, capsys):

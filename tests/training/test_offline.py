@@ -66,6 +66,8 @@ def test_a_run_lands_on_its_kl_and_raises_the_reward_without_samples(tmp_path):
         ({"texts": "reference:3"}, "reference:N with a whole number N"),
         ({"texts": "reference:9000"}, "texts: got 'reference:9000'; allowed: at most most_texts = 8192"),
         ({"own_completions": 2}, "own_completions: got 2"),
+        ({"texts": None, "method": "auto", "own_completions": 32}, "own_completions: got 32; .* only with texts"),
+        ({"texts": None, "method": "rloo", "most_texts": 32}, "most_texts: got 32; allowed: .* only with texts"),
         ({"own_completions": 10**12}, "own_completions: got 10"),
     ],
 )

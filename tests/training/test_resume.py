@@ -137,7 +137,7 @@ def test_other_settings_cannot_continue_a_run(common, tmp_path, monkeypatch):
     interrupted(common, tmp_path, monkeypatch)
     with pytest.raises(InputError, match=r"beta: got 0.2; allowed: 0.1, as the run was started with"):
         train(settings("ste", common | {"beta": 0.2}, tmp_path), silent, "yes")
-    assert train(settings("ste", common | {"save_steps": 3}, tmp_path), silent, "yes").step == 4
+    assert train(settings("ste", common | {"save_steps": 3, "tau_end": 2.0}, tmp_path), silent, "yes").step == 4
 
 
 def test_a_bad_start_can_be_mended(common, tmp_path):

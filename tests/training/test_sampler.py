@@ -200,6 +200,9 @@ def test_importance_weights_reach_the_gradient(base, tmp_path):
             "importance_sampling: .*none with ste; token or sequence with",
         ),
         (dict(sampler="own", importance_sampling="token"), "importance_sampling: .*none with sampler = own"),
+        (dict(sampler="shared", sampler_folder="x"), "sampler_folder: got 'x'; allowed: None with sampler = shared"),
+        (dict(sampler="own", sampler_max_difference=0.1), "sampler_max_difference: got 0.1; .* sampler = own"),
+        (dict(method="rloo", importance_sampling_cap=3.0), "_cap: got 3.0; .* 2.0 with importance_sampling = none"),
         (dict(use_vllm=True), "use_vllm: .*sampler: http://host:port"),
     ],
 )
