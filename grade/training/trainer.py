@@ -402,9 +402,7 @@ class GradeTrainer(Trainer):
         if "teacher_topk" in changed and teacher.served is None:
             raise InputError("teacher_topk", args.teacher_topk, "another value than the default only with a server")
         if "teacher_dtype" in changed and not (teacher.own and isinstance(given, str | Path)):
-            raise InputError(
-                "teacher_dtype", args.teacher_dtype, "None, but for another model given by its name"
-            )
+            raise InputError("teacher_dtype", args.teacher_dtype, "None, but for another model given by its name")
         if args.hinted and teacher.served is not None:
             raise InputError("teacher", teacher.name, f"base or another model with {HINTED}, which needs every token")
         if args.hinted:
