@@ -24,7 +24,6 @@ from pydantic import (
 from grade.config import Settings, Text, check_bytes, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
-from grade.models.samplers import LOCAL
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
@@ -119,7 +118,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 SWITCHES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("value_learning_rate", "value_clip"), ("value_fit", ("closed_form",))),
     "importance_sampling_cap": ("importance_sampling", ("none",)),
-    **dict.fromkeys(("sampler_folder", "sampler_max_difference"), ("sampler", LOCAL)),
+    # `grade.models.samplers.LOCAL`, whose import takes seconds
+    **dict.fromkeys(("sampler_folder", "sampler_max_difference"), ("sampler", ("own", "shared"))),
 }
 """Settings that are not read where another one has one of these values; of `GradeConfig`, too."""
 
