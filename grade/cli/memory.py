@@ -80,7 +80,7 @@ def _memory(args: argparse.Namespace) -> None:
     if args.overhead is not None:
         overhead = 0 if args.overhead == "0" else plan.parse_bytes(args.overhead, "overhead")
     run, notes, counts = trace, [], plan.GPUS if args.gpus == 1 else (args.gpus,)
-    with _within(args.patience), progress(None, "steps traced") as bar, contextlib.ExitStack() as after:
+    with progress(None, "steps traced") as bar, _within(args.patience), contextlib.ExitStack() as after:
         gc.disable()  # searching for garbage takes a tenth of a trace's time, and finds little
         after.callback(gc.enable)
 
