@@ -97,7 +97,7 @@ def test_ppo_whitens_over_the_completions_that_were_scored(policy):
     """A step with others gives what the scored two thirds give alone, as a mean over all that were sampled."""
     batch = learner(policy, "ppo").sample(make_prompts(3), torch.Generator().manual_seed(0))
     scored, found = torch.arange(3 * GROUP) % 3 > 0, []
-    for each, given in ((batch, scored), (batch.rows(scored), scored[scored])):
+    for each, given in ((batch, scored), (batch[scored], scored[scored])):
         policy.zero_grad(set_to_none=True)
         reward = Given(lambda ids, mask, given=given: torch.where(given, mask.sum(1).double(), torch.nan))
         learner(policy, "ppo").step([each], Objective(reward, 0.0), StepContext(1, lambda: None))

@@ -220,7 +220,7 @@ def test_a_trace_is_the_same_with_and_without_cached_operators(values, monkeypat
 
 
 def test_the_lean_step_of_qwen3_4b_needs_a_fifth_of_a_gib_over_its_weights():
-    table = TABLES["lean"](Settings(model="qwen3-4b", lean_batch=2, lean_tokens=32)).set_index("phase")
+    table = TABLES["lean"](Settings(model="qwen3-4b", lean_tokens=32)).set_index("phase")
     assert table.over_weights_gib["step"] == table.over_weights_gib.max() <= 0.2
     assert table.weights_bytes["step"] == table.weights_bytes["rollout"]
     # Parameters of 2 bytes in blocks of 512, and the rotary table.
