@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from grade.errors import InputError
-from grade.models.adapter import BASE_FILE, LoraSettings, check_saved, continued_adapter
+from grade.models.adapter import BASE_FILE, LoraSettings, continued_adapter, restore_adapter
 from grade.models.backbone import Backbone
 from grade.models.prompts import position_ids
 from grade.models.sampling import generate
@@ -319,32 +319,32 @@ def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, 
 
 def test_what_a_run_continues_must_fit_it(tmp_path):
     backbone = trained(tmp_path / "whole")
-    check_saved(backbone.peft, tmp_path / "whole")
+    restore_adapter(backbone.peft, tmp_path / "whole")
     backbone.peft.peft_config["default"].use_rslora = True
     with pytest.raises(InputError, match="adapter: use_rslora: got False; allowed: True, as the policy's"):
-        check_saved(backbone.peft, tmp_path / "whole")
+        restore_adapter(backbone.peft, tmp_path / "whole")
     backbone.peft.peft_config["default"].use_rslora = False
     for spoil, message in (FILES[name] for name in ("one tensor less", "one tensor more", "not finite", "pickled")):
         shutil.copytree(tmp_path / "whole", tmp_path / "spoilt", dirs_exist_ok=True)
         spoil(tmp_path / "spoilt")
         with pytest.raises(InputError, match=message):
-            check_saved(backbone.peft, tmp_path / "spoilt")
+            restore_adapter(backbone.peft, tmp_path / "spoilt")
     FILES["damaged tensors"][0](tmp_path / "spoilt")
     with pytest.raises(InputError, match="header"):  # what the reader says, not the name of its error
-        check_saved(backbone.peft, tmp_path / "spoilt")
+        restore_adapter(backbone.peft, tmp_path / "spoilt")
     FILES["another shape"][0](tmp_path / "whole")
     with pytest.raises(InputError, match=r"q_proj.lora_A.weight: \[2, 17\] in the file, \[2, 16\] in the model"):
-        check_saved(backbone.peft, tmp_path / "whole")
+        restore_adapter(backbone.peft, tmp_path / "whole")
     trained(tmp_path / "other", base(seed=1))
     with pytest.raises(InputError, match="a base with other weights"):
-        check_saved(backbone.peft, tmp_path / "other")
+        restore_adapter(backbone.peft, tmp_path / "other")
 
 
 def test_an_adapter_with_a_name_of_its_own_is_found_in_its_folder(tmp_path):
     backbone = Backbone(get_peft_model(base(), lora(), adapter_name="mine"))
     backbone.save_adapter(tmp_path)
     assert (tmp_path / "mine" / BASE_FILE).is_file()
-    check_saved(backbone.peft, tmp_path)
+    restore_adapter(backbone.peft, tmp_path)
     Backbone(base(), adapter=tmp_path / "mine")
 
 
