@@ -145,6 +145,16 @@ class FunctionReward(Reward):
         self.function, self.name = function, name or getattr(inner, "__name__", type(inner).__name__)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__)
 
+    def columns(self) -> set[str]:
+        """Columns without which it cannot be called, as far as its signature says."""
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # of compiled code
+            return set()
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        needed = {p.name for p in parameters if p.kind in by_name and p.default is p.empty}
+        return needed - Log().arguments(Texts([], [], [], {})).keys()
+
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B], NaN where the function returned None."""
         texts = decode_texts(policy.tokenizer, prompts, ids, mask)

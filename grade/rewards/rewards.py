@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,12 @@ class Rewards(Reward):
         self.recorded: list[Scores] | None = None
         self.trainer_state: Any = None
         self._warned = False
+
+    def check_columns(self, row: Mapping[str, Any], field: str) -> None:
+        """Refuse rows that lack a column without which a function cannot be called."""
+        for part in self.parts:
+            if isinstance(part, FunctionReward) and (missing := part.columns() - row.keys()):
+                raise InputError(field, list(row), f"rows with {', '.join(sorted(missing))}, as {part.name!r} needs")
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]; `last` then holds the parts.

@@ -223,13 +223,13 @@ class GradeTrainer(Trainer):
         place(policy, args.device, args.bf16, args.sharded)
         self.backbone = policy.view(processing_class, args.temperature)
         self._check_dataset(train_dataset, "train_dataset")
-        self._check_sets(eval_dataset)
         teacher = args.teacher if teacher is None else teacher
         self.rewards = None
         if teacher is None or reward_funcs not in (None, []):
             self.rewards = make_rewards(
                 reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
             )
+        self._check_sets(eval_dataset)
         self.learner, self.chosen = None, dict[str, str]()
         if args.method == AUTO:
             args.method, why = _choose_method(args, self.rewards, texts is not None, teacher is not None)
@@ -424,6 +424,8 @@ class GradeTrainer(Trainer):
             raise InputError("eval_dataset", eval_dataset, allowed)
         for _, dataset in named:
             self._check_dataset(dataset, "eval_dataset")
+            if dataset is not None and self.rewards is not None:
+                self.rewards.check_columns(dataset[0], "eval_dataset")  # now, not after all steps
 
     def _check_dataset(self, dataset: Any, name: str) -> None:
         if dataset is None:

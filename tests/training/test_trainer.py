@@ -231,6 +231,15 @@ def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_
         made(moved).train(resume_from_checkpoint=True)
 
 
+def test_held_out_rows_without_a_column_that_the_reward_needs_are_refused_at_once(base, tmp_path):
+    def near(completions, number, **_):
+        return [-float(abs(len(text) - n)) for text, n in zip(completions, number, strict=True)]
+
+    trainer(base, tmp_path, near, held_out=PROMPTS)
+    with pytest.raises(InputError, match=r"eval_dataset: got \['prompt'\]; allowed: rows with number, as 'near' needs"):
+        trainer(base, tmp_path, near, held_out={"plain": PROMPTS.select_columns("prompt")})
+
+
 def test_rows_may_be_made_of_other_columns_and_a_single_one_has_no_standard_error(base, tmp_path):
     made = PROMPTS.with_transform(lambda rows: {"prompt": [f"The film was {n}" for n in rows["number"]]})
     run = trainer(base, tmp_path, dataset=made, held_out=PROMPTS.select([0]), save_steps=1)
