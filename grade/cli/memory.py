@@ -27,10 +27,12 @@ PATIENCE, MOST_SECONDS = 180, 10**6
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[None]:
     """Refuse what takes longer; signals reach the main thread only, so elsewhere nothing is refused."""
+    allowed = "more seconds, or a smaller step: fewer GPUs, microbatches, rows or tokens, or a faster engine"
+    refusal, over = InputError("--patience", seconds, allowed), list[bool]()
 
     def late(*_: object) -> None:
-        allowed = "more seconds, or a smaller step: fewer GPUs, microbatches, rows or tokens, or a faster engine"
-        raise InputError("--patience", seconds, allowed)
+        over.append(True)
+        raise refusal
 
     if not 0 < seconds <= MOST_SECONDS:
         raise InputError("--patience", seconds, f"more than 0, at most {MOST_SECONDS}")
@@ -43,6 +45,10 @@ def _within(seconds: float) -> Iterator[None]:
     before, since = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
+    except Exception:
+        if over:  # a library in which it was raised may have made another of it
+            raise refusal from None
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, *since)
         signal.signal(signal.SIGALRM, before)
