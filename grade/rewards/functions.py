@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What a function is given beside the columns."""
 _MOST_SHOWN = 300  # characters of an exception's text
 _RETURNS = "a list (of a tensor its .tolist()) with a finite number, or None, for each completion"
 
@@ -153,7 +155,7 @@ class FunctionReward(Reward):
             return set()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         needed = {p.name for p in parameters if p.kind in by_name and p.default is p.empty}
-        return needed - Log().arguments(Texts([], [], [], {})).keys()
+        return needed.difference(GIVEN)
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B], NaN where the function returned None."""

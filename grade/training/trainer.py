@@ -94,6 +94,7 @@ from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps, sequence_kl
 from grade.models.teacher import SIBLING, Teacher, make_teacher, names_sibling
+from grade.rewards.functions import GIVEN
 from grade.rewards.rewards import beside, make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
@@ -127,8 +128,6 @@ OPENING = 0.5
 """Share of the steps that `auto` makes along scored texts before it samples."""
 LANDING = 64
 """Completions on which the last step lands on target_kl."""
-_GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
-"""What functions get from the trainer, so that no column can have these names."""
 _NOT_CALLED = ("compute_loss", "_compute_loss", "prediction_step", "get_decay_parameter_names", "_prepare_inputs",
                "_generate", "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards",
                "_get_per_token_logps_and_entropies", "_get_per_token_logps", "_get_last_hidden_state",
@@ -444,7 +443,8 @@ class GradeTrainer(Trainer):
                 longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
         except InputError as error:
             raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
-        for column in {*_GIVEN}.intersection(getattr(dataset, "column_names", None) or dataset[0]):
+        columns = getattr(dataset, "column_names", None) or dataset[0]
+        for column in {*GIVEN}.intersection(columns) - {"completion_ids"}:  # a column that no function gets
             allowed = "another name: functions get the trainer's own by this one"
             raise InputError(f"column of {name}", column, allowed)
         context, most = self.backbone.max_positions, self.args.max_completion_length
