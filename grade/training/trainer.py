@@ -577,6 +577,7 @@ class GradeTrainer(Trainer):
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
         self._own_steps = 0, 0  # steps that were counted, and how many of them had own completions
         self._called = -1  # and the last whose log, evaluation and checkpoint the Trainer asked for
+        self._unevaluated = False  # the step: its evaluation failed, as its checkpoint says
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
@@ -973,6 +974,28 @@ class GradeTrainer(Trainer):
         self.control.should_log = self.control.should_log or self.control.should_evaluate
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer; where a reward or the judge fails, the steps are saved, and a resume begins with it."""
+        rows = len(self.state.log_history)
+        try:
+            metrics = super()._evaluate(*args, **kwargs)
+        except Exception:
+            save = self.state.global_step and self.args.save_strategy != "no" and not self._unevaluated
+            if save and self.args.world_size == 1:  # others may not have failed
+                del self.state.log_history[rows:]  # of sets before the one that failed
+                self._unevaluated = True
+                with suppress(InputError, OSError):  # the first error is the one to read
+                    self._save_checkpoint(self.model, None)
+            raise
+        self._unevaluated = False
+        return metrics
+
+    def _make_up(self) -> None:
+        """The evaluation that failed, and its checkpoint again."""
+        if self._unevaluated:
+            self.control.should_evaluate = self.control.should_save = True
+            super()._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, self.state.epoch, None, 0.0)
+
     def _samples(self, step: int) -> int:
         """Completions of the policy that a run has drawn."""
         args, (counted, own) = self.args, self._own_steps
@@ -1146,7 +1169,7 @@ class GradeTrainer(Trainer):
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
         base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
-                 "run": run_mark(self.args.output_dir)}  # fmt: skip
+                 "run": run_mark(self.args.output_dir), "unevaluated": self._unevaluated}  # fmt: skip
         tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
@@ -1221,7 +1244,7 @@ class GradeTrainer(Trainer):
             state = read_json(Path(checkpoint) / STATE_FILE)
             if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
                 raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")
-            self.seconds = float(state["seconds"])
+            self.seconds, self._unevaluated = float(state["seconds"]), state.get("unevaluated", False)
             self.log_buffer.restore(state["window"])
             for step, known in state["evaluations"].items():
                 table = self._evaluation_path(int(step))
@@ -1296,6 +1319,7 @@ class _StepEnd(TrainerCallback):
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of the run before
         # The Trainer forgets it where the run was moved.
         state.best_model_checkpoint = state.best_model_checkpoint or self.trainer.best_before
+        self.trainer._make_up()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._updated()

@@ -18,6 +18,7 @@ from grade.errors import InputError
 from grade.files import write_manifest
 from grade.gradients.methods import METHODS
 from grade.training import folder
+from grade.training.folder import last_checkpoint
 from grade.training.run import train
 from grade.training.trainer import GradeTrainer
 
@@ -91,6 +92,38 @@ def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypat
     kept = {"steering", "own/0"} if method == "offline" else {"blend", "level", "residual"}
     kept |= {"kept/prior", "transfer/3", "steering"} if "texts" in options else set()
     assert kept <= set(state) and (method == "offline" or any(name.startswith("fit/") for name in state))
+
+
+@pytest.mark.parametrize(
+    ("failing", "options"),
+    [
+        (2, {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4}),  # in the middle, where none is saved
+        (4, {"save_steps": 3}),
+        (4, {"eval_strategy": "epoch", "load_best_model_at_end": True, "save_strategy": "epoch"}),
+    ],
+)
+def test_an_evaluation_that_failed_loses_no_step_and_is_made_up(common, tmp_path, monkeypatch, failing, options):
+    """By a mistake in the reward, say: what a mended run ends with has the same bytes."""
+    values = common | {"save_total_limit": None} | options
+    train(settings("distilled", values, tmp_path / "whole"), silent)
+
+    def fail(self, *args, plain=GradeTrainer.evaluation_loop, **kwargs):
+        if self.state.global_step == failing:
+            raise Stop
+        return plain(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradeTrainer, "evaluation_loop", fail)
+        for resume in ("no", "yes"):
+            with pytest.raises(Stop):
+                train(settings("distilled", values, tmp_path / "again"), silent, resume)
+    assert last_checkpoint(tmp_path / "again") == tmp_path / "again" / f"checkpoint-{failing}"
+    train(settings("distilled", values, tmp_path / "again"), silent, "yes")
+    whole, again = (tmp_path / name / "checkpoint-4" for name in ("whole", "again"))
+    for name in ("../history.csv", "../metrics.json", "adapter_model.safetensors", "learner.safetensors"):
+        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
+    states = [json.loads((folder / "trainer_state.json").read_text()) for folder in (whole, again)]
+    assert states[0]["best_metric"] == states[1]["best_metric"]
 
 
 def terminated(common, output, monkeypatch, step):

@@ -302,6 +302,26 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
 
 
+def test_a_reward_that_fails_in_an_evaluation_loses_no_step(base, tmp_path):
+    """Of two sets the second fails; the mended run has each set's row once."""
+    sets = {"few": PROMPTS.select(range(2)), "many": PROMPTS}
+
+    down = True
+
+    def judged(completions, trainer_state, **_):
+        if down and trainer_state.global_step == 2 and len(completions) > 8:
+            raise ConnectionError("no answer")
+        return length(completions)
+
+    options = dict(held_out=sets, eval_on_end=True, per_device_eval_batch_size=10, save_strategy="steps")
+    with pytest.raises(InputError, match="no answer"):
+        trainer(base, tmp_path, judged, **options).train()
+    down, again = False, trainer(base, tmp_path, judged, **options)
+    again.train(resume_from_checkpoint=True)
+    rows = [row for row in again.state.log_history if "eval_few_reward" in row or "eval_many_reward" in row]
+    assert [row["step"] for row in rows] == [2, 2]
+
+
 @pytest.mark.parametrize(("log", "name", "value", "message"), [
     ("log_metric", "reward", 9.0, "log_metric: got 'reward'; allowed: another name"),
     ("log_metric", "rewards/reward/mean", 9.0, "log_metric: got 'rewards/reward/mean'; allowed: another name"),
