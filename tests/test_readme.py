@@ -276,6 +276,16 @@ def test_a_row_of_steps_on_a_gpu_is_what_was_measured(label, file, model, ratios
     assert f"| {' | '.join(cells)} |" in (ROOT / "docs/memory.md").read_text(encoding="utf-8"), cells
 
 
+@pytest.mark.parametrize("method", ["grpo", "teacher"])
+def test_a_row_of_our_step_and_trls_on_a_gpu_is_what_was_measured(method):
+    steps = json.loads((ROOT / f"outputs/nvidia-h100-80gb-hbm3/{method}.json").read_text())["steps"]
+    ours, theirs = (next(s for s in steps if s["name"].endswith(f"{method}, {end}")) for end in ("grade", "trl"))
+    seconds = ", ".join(f"{sum(step['seconds'][1:]) / 3:.2f}" for step in (ours, theirs))
+    peaks = ", ".join(f"{step['measured_peak_bytes'] / 2**30:.2f}" for step in (ours, theirs))
+    lines = (ROOT / "docs/methods.md").read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith(f"| `{method}`") and line.endswith(f"| {seconds} | {peaks} |") for line in lines)
+
+
 def test_every_public_name_is_documented():
     places = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
     assert sorted(name for _, name in places) == grade.__all__
