@@ -302,7 +302,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
         for field in fields(self.accelerator_config):
             if (value := getattr(self.accelerator_config, field.name)) != field.default:
                 allowed = f"{field.default}: each process reads and sums its own"
-                raise InputError(f"accelerator_config: {field.name}", value, allowed)
+                raise InputError(f"accelerator_config.{field.name}", value, allowed)
 
     def check_groups(self) -> None:
         """Refuse a microbatch that is not made of whole groups."""
