@@ -68,9 +68,9 @@ def check(outputs: str | Path, revision: str = "HEAD") -> pd.DataFrame:
     rows, numbers = [], "a metrics.json whose figures are numbers"
     for figure in figures():
         file = f"{Path(outputs).as_posix()}/{figure.file}"
-        text = revision and published_text(file, revision)
+        text = published_text(file, revision) if revision else None
         with reading("metrics file", f"{revision}:{file}", numbers):
-            published = pd.json_normalize(json.loads(text), sep="/").to_dict("records")[0] if text else {}
+            published = {} if text is None else pd.json_normalize(json.loads(text), sep="/").to_dict("records")[0]
             if figure.key not in published:
                 continue
             low, high = figure.allowed(published)
