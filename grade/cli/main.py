@@ -74,14 +74,21 @@ def entry() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, 2 for bad input, 130 when interrupted, 141 when its reader has gone."""
+    code = None
     try:
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            code = _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # here, where a closed pipe can be handled, and not when the interpreter exits
-    except BrokenPipeError:
+    except OSError as error:
+        broken = isinstance(error, BrokenPipeError)
+        if code is None and not broken:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # what a shell reports for SIGPIPE
+        if code == 0 and not broken:  # a full disk; where it stopped the command, that has been said
+            print(f"grade: stdout: {file_error(error)}", file=sys.stderr)
+        return 128 + 13 if broken else code or 2  # the former is what a shell reports for SIGPIPE
+    return code
 
 
 def _run(argv: list[str]) -> int:

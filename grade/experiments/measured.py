@@ -77,13 +77,13 @@ def read_csv(file: str | IO[str]) -> pd.DataFrame:
     return pd.read_csv(file, float_precision="round_trip", keep_default_na=False, na_values=[""])
 
 
-def published_text(path: str | Path, revision: str = "HEAD") -> str:
-    """A text file as a git revision has it, by its path from the project's root; empty if there is none."""
+def published_text(path: str | Path, revision: str = "HEAD") -> str | None:
+    """A text file as a git revision has it, by its path from the project's root; None if there is none."""
     show = subprocess.run(["git", "show", f"{revision}:{Path(path).as_posix()}"], capture_output=True, text=True)
-    return show.stdout if show.returncode == 0 else ""
+    return show.stdout if show.returncode == 0 else None
 
 
-def kept_text(path: str | Path) -> str:
+def kept_text(path: str | Path) -> str | None:
     """A text file of results: as it is, or as git has it where a stage of the pipeline has removed it."""
     return Path(path).read_text(encoding="utf-8") if Path(path).is_file() else published_text(path)
 

@@ -55,11 +55,14 @@ def suite_values(root: Path, profile: str) -> dict[str, Any]:
     for key, allowed in own.items():
         if values.get(key) != allowed:
             raise InputError(f"params/{profile}/suite.yaml: {key}", values.get(key), f"{allowed!r}, the profile's own")
-    for key, default in {"alone": {}, "experiments": {}, "jobs": 1}.items():
+    others = {"alone": {}, "experiments": {}, "jobs": 1, "runs": [], "seeds": []}
+    for key in values.keys() - {*own, *others}:
+        raise InputError(f"params/{profile}/suite.yaml", key, allowed_names(key, [*own, *others]))
+    for key, default in others.items():
         if type(values.setdefault(key, default)) is not type(default):
             raise InputError(f"params/{profile}/suite.yaml: {key}", values[key], f"a value such as {default}")
     read = {path.stem for path in (root / "params" / DEFAULT_PROFILE).glob("*.yaml")}
-    read |= {*values["alone"], *values["experiments"], *(f"train_{run}" for run in values.get("runs", ()))}
+    read |= {*values["alone"], *values["experiments"], *(f"train_{run}" for run in values["runs"])}
     for name in sorted(path.stem for path in (root / "params" / profile).glob("*.yaml")):
         if name not in read and not name.startswith("peers"):  # settings of `grade peers`, which no stage runs
             allowed = allowed_names(name, sorted(read))

@@ -264,13 +264,14 @@ def _function(spec: str) -> Callable[..., Any]:
     folder = str((path.parent if in_file else Path.cwd()).resolve())
     sys.path.insert(0, folder)  # for what the module imports, too
     try:
-        if in_file:
-            source = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-            module = importlib.util.module_from_spec(source)
-            sys.modules[source.name] = module  # dataclasses and pickle look there
-            source.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
+        with torch.enable_grad():  # restored, if the module switches gradients off for its own models
+            if in_file:
+                source = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+                module = importlib.util.module_from_spec(source)
+                sys.modules[source.name] = module  # dataclasses and pickle look there
+                source.loader.exec_module(module)
+            else:
+                module = importlib.import_module(where)
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
         raise InputError("reward", spec, f"a module that can be imported ({type(error).__name__}: {reason})") from error

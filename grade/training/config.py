@@ -92,8 +92,10 @@ def sharding() -> str:
     for variable in ("WORLD_SIZE", "LOCAL_RANK"):
         if not re.fullmatch(r"-?\d+", given := os.environ.get(variable, "1")):
             raise InputError(f"environment: {variable}", given, "a whole number, as torchrun sets it")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not os.environ.get("MASTER_ADDR"):
-        raise InputError("environment: MASTER_ADDR", "nothing", "process 0's address, beside a WORLD_SIZE above 1")
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("LOCAL_RANK", -1)) >= 0
+    if several and not os.environ.get("MASTER_ADDR"):
+        allowed = "process 0's address, beside a WORLD_SIZE above 1 or a LOCAL_RANK"
+        raise InputError("environment: MASTER_ADDR", "nothing", allowed)
     divided = os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in _OFF
     for variable, values in (_LAUNCH | (_FSDP if divided else {})).items():
         given = os.environ.get(variable, "")
@@ -300,7 +302,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
         for field in fields(self.accelerator_config):
             if (value := getattr(self.accelerator_config, field.name)) != field.default:
                 allowed = f"{field.default}: each process reads and sums its own"
-                raise InputError(f"accelerator_config: {field.name}", value, allowed)
+                raise InputError(f"accelerator_config.{field.name}", value, allowed)
 
     def check_groups(self) -> None:
         """Refuse a microbatch that is not made of whole groups."""

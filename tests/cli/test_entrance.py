@@ -66,6 +66,12 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
         assert process.wait() == 141
 
 
+def test_output_to_a_full_disk_is_one_line():
+    command, buffered = f"{sys.executable} -m grade env > /dev/full", {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, shell=True, env=buffered, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr == "grade: stdout: No space left on device\n"
+
+
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", ""])
 def test_a_closed_stream_and_one_that_is_not_utf8_are_no_error(closed, tmp_path):
     (tmp_path / "run.json").write_text('{"settings": {"reward": "\\u00fc"}}')

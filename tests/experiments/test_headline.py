@@ -27,9 +27,13 @@ def published(tmp_path, monkeypatch):
     (tmp_path / "params/cpu/suite.yaml").write_text("profile: cpu\noutputs: outputs\n")
     write_metrics("outputs/a/metrics.json", {"gain": 0.3, "gain_stderr": 0.01, "peak": 100})
     write_metrics("outputs/b/metrics.json", {"x/error": 0.05})
+    commit()
+    return tmp_path
+
+
+def commit():
     for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m"]):
         subprocess.run(["git", *command], check=True)
-    return tmp_path
 
 
 def test_what_is_published_passes_and_a_changed_figure_fails(published, capsys):
@@ -60,3 +64,13 @@ def test_a_figure_that_is_gone_and_a_revision_without_results_are_one_error(publ
         check("outputs")
     with pytest.raises(InputError, match="revision: got 'HEAD'"):
         check("elsewhere")
+
+
+@pytest.mark.parametrize("content", ['{"gain": "0.3", "gain_stderr": 0.01, "peak": 100}', ""])
+def test_a_file_without_numbers_is_one_line_that_names_it(published, content):
+    (published / "outputs/a/metrics.json").write_text(content)
+    with pytest.raises(InputError, match="metrics file: got 'outputs/a/metrics.json'"):
+        check("outputs")
+    commit()
+    with pytest.raises(InputError, match="metrics file: got 'HEAD:outputs/a/metrics.json'"):
+        check("outputs")

@@ -210,7 +210,8 @@ def test_a_module_that_takes_no_embeddings_and_mask_is_one_line(policy, batch):
 
 
 MODULE = """
-import sibling
+import sibling, torch
+torch.set_grad_enabled(False)
 from grade.rewards.verifiers import matches
 def good(completions, **_):
     return [sibling.VALUE] * len(completions)
@@ -248,7 +249,7 @@ def folder(tmp_path, monkeypatch):
 def test_functions_by_name(spec, values, folder, policy, batch):
     before = list(sys.path)
     assert make_rewards(spec, policy).score(policy, *batch).tolist() == values
-    assert sys.path == before
+    assert sys.path == before and torch.is_grad_enabled()
 
 
 def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):

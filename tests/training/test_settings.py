@@ -78,6 +78,12 @@ def test_a_wrong_value_of_transformers_setting_is_one_line(name, value):
         GradeConfig("x", use_cpu=True, **{name: value})
 
 
+def test_a_part_of_a_setting_that_was_given_is_not_said_to_be_from_a_file():
+    values = {"output_dir": "x", "use_cpu": True, "accelerator_config": {"even_batches": False}}
+    with pytest.raises(InputError, match="^accelerator_config.even_batches: got False"):
+        TrainConfig.parse(values, "run.yaml", ["accelerator_config"])
+
+
 @dataclass
 class GRPOConfig:
     """Some of TRL's, with its defaults."""

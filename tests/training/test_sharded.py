@@ -94,7 +94,7 @@ def test_what_accelerate_can_do_and_this_cannot_is_refused_by_name(monkeypatch, 
 
 @pytest.mark.parametrize(("variable", "value", "name"), [
     ("WORLD_SIZE", "", "WORLD_SIZE"), ("WORLD_SIZE", "abc", "WORLD_SIZE"), ("LOCAL_RANK", "", "LOCAL_RANK"),
-    ("WORLD_SIZE", "2", "MASTER_ADDR"),
+    ("WORLD_SIZE", "2", "MASTER_ADDR"), ("LOCAL_RANK", "0", "MASTER_ADDR"),
 ])  # fmt: skip
 def test_a_variable_of_a_launcher_is_named(monkeypatch, variable, value, name):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
