@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_lay
 """The model ``tiny``: traced in a second, for tests and the notebooks' defaults."""
 MOST_LAYERS = 1024
 """The deepest published models have a tenth."""
+_BUILT = "a causal language model that can be built"
 
 
 def model_config(name: str, field: str = "model") -> PretrainedConfig:
@@ -76,9 +79,19 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """A copy of a configuration with another number of layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
+    if vars(config).get("layer_types"):  # where they are computed they have the new number already
         config.layer_types = (list(config.layer_types) * layers)[:layers]
     return config
+
+
+def layer_kinds(config: PretrainedConfig) -> list[tuple]:
+    """What tells each layer from others: its attention, and its tensors, those of a mixture or of a dense layer."""
+    types, tensors = dict(enumerate(getattr(config, "layer_types", None) or ())), defaultdict[int, list](list)
+    with torch.device("meta"), reading("model", config.model_type, _BUILT):
+        for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters():
+            if place := re.search(r"\.(\d+)\.(.*)", name):
+                tensors[int(place[1])].append((place[2], parameter.shape))
+    return [(types.get(n), *tensors[n]) for n in range(config.num_hidden_layers)]
 
 
 def build_backbone(
@@ -91,7 +104,7 @@ def build_backbone(
     reference share).
     """
     with torch.device(device), NoData() if str(device) == "meta" else contextlib.nullcontext():
-        with reading("model", config.model_type, "a causal language model that can be built"):
+        with reading("model", config.model_type, _BUILT):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
         if str(device) == "meta" and dtype != "bfloat16" and model.config._experts_implementation == "grouped_mm":
             raise InputError("dtype", dtype, "bfloat16 for a mixture of experts, whose products are traced in no other")

@@ -7,20 +7,18 @@ which modules made the largest tensors.
 Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation
 (`grade.memory.allocator`), the CUDA context, cuBLAS and cuDNN workspaces.
 
-Layers are alike, so live bytes at the same point of the step are linear in the number of layers. A deep model is
-traced with `BASE_LAYERS` layers and each allocation site's peak is extrapolated; the largest is the peak. Tests compare
-this with full traces, and those with real steps.
+Layers repeat, so live bytes at the same point of the step are linear in the number of repetitions. A deep model is
+traced with few layers (`few_layers`) and each allocation site's peak is extrapolated; the largest is the peak. Tests
+compare this with full traces, and those with real steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
 
@@ -31,10 +29,10 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from grade.config import allowed_names
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
-from grade.memory.meta import FAKE_ERRORS, NoData
-from grade.memory.models import model_config, with_layers
+from grade.memory.meta import NoData
+from grade.memory.models import layer_kinds, model_config, with_layers
 from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
 from grade.memory.settings import Device, Sharding, TracedConfig
 from grade.memory.step import Step, build, make_step
@@ -43,8 +41,6 @@ from grade.models.sampling import Decoder
 
 FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
 """What is there before the step and after it."""
-BASE_LAYERS = (2, 3)
-"""Numbers of layers traced: the first and the last differ in what they keep, one more in the middle is the slope."""
 AT_EACH_END = 2
 """Sampling passes that run first and last: in the second one the cache of the first is replaced by a longer one."""
 
@@ -119,8 +115,7 @@ def trace(
         The trace.
 
     Raises:
-        InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
-            message names the line).
+        InputError: For an unknown model, sizes that do not fit it, or a model that fails or reads a tensor's contents.
     """
     for name, value, kind in (("device", device, Device), ("sharding", sharding, Sharding)):
         if value not in get_args(kind):
@@ -130,12 +125,31 @@ def trace(
 
 
 def extrapolated(name: str, all_layers: bool, tracked: Callable[[PretrainedConfig], LiveTracker]) -> Trace:
-    """The trace of a model from those of all its layers, or of `BASE_LAYERS`, by a function that traces a model."""
+    """The trace of a model from those of all its layers, or of few, by a function that traces a model."""
     start, model = time.perf_counter(), model_config(name)
     layers = model.num_hidden_layers
-    numbers = [layers] if all_layers or layers <= max(BASE_LAYERS) + 1 else list(BASE_LAYERS)
+    numbers = [layers] if all_layers else few_layers(layer_kinds(model))
     trackers = [tracked(with_layers(model, n)) for n in numbers]
     return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
+
+
+def few_layers(kinds: Sequence[object]) -> list[int]:
+    """Numbers of layers to trace of a model whose layers are of these kinds; all where that is no less to trace.
+
+    From some layer on kinds repeat. The first number has two periods, as gradients may end within the one before; the
+    second has one more.
+
+    >>> few_layers("AAAAAA"), few_layers("DAAAAAA"), few_layers("SFSFSFSFSF"), few_layers("SFFSFSSF")
+    ([2, 3], [3, 4], [4, 6], [8])
+    """
+    layers = len(kinds)
+    choices = [
+        [start + 2 * period, start + 3 * period]
+        for period in range(1, layers // 5 + 1)
+        for start in range((layers - 5 * period) // 2 + 1)
+        if (layers - start) % period == 0 and kinds[start + period :] == kinds[start : layers - period]
+    ]
+    return min(choices, key=sum, default=[layers])
 
 
 def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:
@@ -161,19 +175,11 @@ def trace_layers(
         counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         to_fake(mode, backbone, *others)
-    try:
-        with mode, NoData(), kernels_of(device), alone_among(processes):
-            if processes > 1 and sharding == "fsdp2":
-                divide(backbone)
-            return run_tracked(make_step(config, backbone, others), device=counted)
-    except (*FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if not isinstance(error, FAKE_ERRORS) and "meta" not in str(error).lower():
-            raise
-        frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
-        path, last = [(p, f) for p, f in frames if "torch" not in p.parts and p.parent != Path(__file__).parent][-1]
-        where = f"{path.name}:{last.lineno} ({last.line})"
-        allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
-        raise InputError("traced step", where, allowed) from error
+    runs = "a model that runs on embeddings and a cache, with sizes that fit each other"
+    with reading("traced step", config.model, runs), mode, NoData(), kernels_of(device), alone_among(processes):
+        if processes > 1 and sharding == "fsdp2":
+            divide(backbone)
+        return run_tracked(make_step(config, backbone, others), device=counted)
 
 
 def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:

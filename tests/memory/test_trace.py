@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, MixtralConfig
+from transformers import BambaConfig, LlamaConfig, MixtralConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from grade.errors import InputError
 from grade.experiments.bench import measure
@@ -75,6 +75,30 @@ def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_n
     assert full.peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
     assert short.peak == pytest.approx(full.peak, rel=0.005)
     assert (short.peak_phase, short.flops) == (full.peak_phase, full.flops)
+
+
+UNLIKE = [  # two dense layers first; attention in every second layer, as transformers computes; in every fourth
+    (Qwen3MoeConfig, dict(num_hidden_layers=9, mlp_only_layers=[0, 1], num_experts=8, moe_intermediate_size=32), 5),
+    (BambaConfig, dict(num_hidden_layers=10, attn_layer_indices=[1, 3, 5, 7, 9], mamba_n_heads=4, mamba_d_head=32,
+                       mamba_d_state=8, eos_token_id=2), 6),
+    (Qwen3_5TextConfig, dict(num_hidden_layers=20, linear_num_key_heads=2, linear_num_value_heads=4), 12),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "sizes", "traced"), UNLIKE, ids=lambda value: getattr(value, "__name__", None))
+def test_layers_that_are_not_alike_are_extrapolated_by_what_repeats(tmp_path, kind, sizes, traced):
+    kind(**TINY | sizes).save_pretrained(tmp_path)
+    config = StepConfig(model=str(tmp_path), method="rloo", prompt_tokens=4, max_new_tokens=2)
+    full, short = (trace(config, all_layers=every) for every in (True, False))
+    assert (full.traced_layers, short.traced_layers) == (sizes["num_hidden_layers"], traced)
+    assert short.categories == full.categories
+    assert (short.peak, short.flops) == (pytest.approx(full.peak, rel=0.005), full.flops)
+
+
+def test_sizes_that_do_not_fit_each_other_are_refused_in_one_line(tmp_path):
+    MixtralConfig(**TINY, num_local_experts=2, num_experts_per_tok=4).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="traced step: got .*sizes that fit each other .*k not in range"):
+        trace(StepConfig(model=str(tmp_path), prompt_tokens=4, max_new_tokens=2))
 
 
 def test_categories_sum_to_the_peak_and_name_what_is_there():
