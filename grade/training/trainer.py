@@ -553,7 +553,7 @@ class GradeTrainer(Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: None = None,
         ignore_keys_for_eval: None = None, **others: Any,
     ) -> TrainOutput:  # fmt: skip
-        """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``.
+        """Train, or continue from a checkpoint's folder; True: the newest whole one of ``output_dir``'s last run.
 
         None is ``args.resume_from_checkpoint``.
         """
@@ -572,6 +572,7 @@ class GradeTrainer(Trainer):
         if not (known or given is None or given is False):
             allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
+        self._began = time.time()  # a run that is continued has begun before
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
         self.best_before: str | None = None  # the best checkpoint of a run that is continued
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
@@ -1146,7 +1147,7 @@ class GradeTrainer(Trainer):
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
         base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
-                 "run": run_mark(self.args.output_dir)}  # fmt: skip
+                 "run": run_mark(self.args.output_dir), "began": self._began}  # fmt: skip
         tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
@@ -1221,7 +1222,7 @@ class GradeTrainer(Trainer):
             state = read_json(Path(checkpoint) / STATE_FILE)
             if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
                 raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")
-            self.seconds = float(state["seconds"])
+            self.seconds, self._began = float(state["seconds"]), float(state.get("began", 0.0))
             self.log_buffer.restore(state["window"])
             for step, known in state["evaluations"].items():
                 table = self._evaluation_path(int(step))

@@ -415,6 +415,20 @@ def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
+def test_of_two_runs_in_a_folder_the_last_one_is_continued(base, tmp_path):
+    """The first, with a reward that was mended since, has the later step."""
+    shorter, longer = (lambda completions, by=by, **_: [by * len(text) for text in completions] for by in (-1, 1))
+    for reward, steps in ((shorter, 4), (longer, 2)):
+        trainer(base, tmp_path, reward, max_steps=steps, save_steps=1, lr_scheduler_type="constant").train()
+    for steps in (3, 4):
+        made = trainer(base, tmp_path, longer, max_steps=steps, save_steps=1, lr_scheduler_type="constant")
+        made.train(resume_from_checkpoint=True)
+    whole = trainer(base, tmp_path / "whole", longer, max_steps=4, lr_scheduler_type="constant")
+    whole.train()
+    rewards = [[row["reward"] for row in each.state.log_history if "loss" in row] for each in (made, whole)]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 4 and min(rewards[0]) > 0
+
+
 # ---- what it refuses ----
 BAD_RUNS = {
     "a prompt longer than the context": (
