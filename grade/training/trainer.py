@@ -540,9 +540,11 @@ class GradeTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Microbatches of whole prompts, in shuffled passes."""
-        return self._get_dataloader(
+        loader = self._get_dataloader(
             self.train_dataset, "Training", self.args.batch_prompts, self._get_train_sampler, is_training=True
         )
+        loader.device = None  # to which Accelerate would move rows, making every mapping within them anew
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> _Passes:
         args, rows = self.args, len(self.train_dataset)

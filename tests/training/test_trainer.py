@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
 
@@ -626,6 +627,16 @@ def test_a_method_that_is_never_called_is_not_overridden_in_silence(name, base, 
     other = type("Other", (GradeTrainer,), {name: lambda self, *args: None})
     with pytest.raises(InputError, match=f"Other.{name}: .* GradeTrainer, which does not call it"):
         other(base, length, GradeConfig(str(tmp_path / "run"), **SMALL), PROMPTS)
+
+
+def test_rows_and_their_values_stay_of_their_type(base, tmp_path):
+    def reward(completions, counts, **_):
+        return [float(count["missing"]) for count in counts]
+
+    rows = [defaultdict(int, prompt="The film was", counts=defaultdict(lambda: 3)) for _ in range(4)]
+    made = trainer(base, tmp_path, reward, rows, max_steps=1, save_strategy="no")
+    made.train()
+    assert made.state.log_history[0]["reward"] == 3
 
 
 def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
