@@ -36,7 +36,7 @@ from grade.files import hashed
 from grade.models.adapter import ADAPTER_FILES, saved_values
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.models.base import FrozenBase
-from grade.models.compatibility import check_supported
+from grade.models.compatibility import check_supported, check_tokens
 from grade.models.head import Head, coarse_jensen_shannon, jensen_shannon, wide
 from grade.models.parameters import fingerprint, share_equal
 from grade.models.prompts import PromptBatch, encode_examples
@@ -255,6 +255,8 @@ def make_teacher(
     some = [rows[i] for i in range(min(COMPARED, len(rows)))]
     if tokenizer is not None:
         _check_tokens(teacher, policy.tokenizer, some)
+    elif teacher.own is not None:
+        check_tokens(policy.tokenizer, len(teacher.own.embedding_weight), f"teacher {teacher.name!r}: ")
     elif teacher.served is not None and some:
         read = [policy.tokenizer.decode(ids) for ids in encode(policy.tokenizer, some).rows()]  # special tokens, too
         if (theirs := teacher.served.read(read)) is not None:

@@ -82,7 +82,7 @@ class Rewards(Reward):
             raise InputError("reward_weights", weights, f"{len(parts)} numbers, one for each reward")
         for part in parts:
             if part.scope not in (None, scope):
-                raise ValueError(f"reward {part.name!r} was made for scope {part.scope!r}, the others have {scope!r}")
+                raise InputError("reward_scope", scope, f"{part.scope}, for which reward {part.name!r} was made")
         self.parts, self.weights, self.scope, self.dtype = list(parts), weights, scope, dtype
         self.names = _distinct([part.name for part in parts])
         self.last: Scores | None = None
@@ -217,6 +217,8 @@ def make_reward(
     if not hasattr(given, "config"):
         return EmbeddingReward(given, scope)
     source = getattr(given.config, "_name_or_path", "")  # a classifier, compiled ones included
+    if getattr(given, "base_model_prefix", "") and given.base_model is given:
+        raise InputError("reward", type(given).__name__, "a model with labels, as AutoModelForSequenceClassification's")
     if tokenizer is None:
         if not source:
             raise InputError("reward_processing_classes", None, "the tokenizer of a classifier given as an object")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jsonschema import SchemaError
 from jsonschema.validators import validator_for
 
@@ -41,10 +42,12 @@ def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case
             return None
         if given is None:
             return 0.0
+        if hasattr(answer, "numpy"):  # a column in torch's format
+            answer = answer.cpu().numpy()[()]
         right = str(answer).strip()
-        if isinstance(answer, float):
+        if isinstance(answer, float | np.floating):
             given, right = given.removesuffix(".0"), right.removesuffix(".0")
-        if ignore_case or isinstance(answer, bool):
+        if ignore_case or isinstance(answer, bool | np.bool_):
             given, right = given.casefold(), right.casefold()
         return float(given == right)
 

@@ -5,6 +5,7 @@ Names are those of transformers' ``TrainingArguments`` and, where TRL's ``GRPOCo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from transformers.training_args import trainer_log_levels
 
 from grade.config import SEEDS, Text, allowed_names, own_fields, setting
 from grade.data.texts import LEAST
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
 from grade.gradients.methods import (
@@ -169,7 +170,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
         "error", "prompts that are too long: error, left (keep the last tokens), right (keep the first)"
     )
     raw_prompts: bool = setting(False, "do not warn about plain-text prompts to a chat model")
-    chat_template_kwargs: dict[str, Any] | None = setting(None, "passed on to the chat template")
+    chat_template_kwargs: dict[str, Any] | str | None = setting(None, "passed on to the chat template")
     shuffle_dataset: bool = setting(True, "shuffle the prompts in every pass")
 
     eval_on_end: bool = setting(False, "evaluate after the last step")
@@ -185,7 +186,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
     )
     log_completions: bool = setting(False, "write completions and rewards as a table every logging_steps")
 
-    model_init_kwargs: dict[str, Any] | None = setting(None, "for a model given by name: dtype, attn_implementation")
+    model_init_kwargs: dict[str, Any] | str | None = setting(
+        None, "for a model given by name: dtype, attn_implementation"
+    )
 
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = setting(
         8, "completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
@@ -223,6 +226,10 @@ class GradeConfig(MethodConfig, TrainingArguments):
         MethodConfig.__post_init__(self)
         if isinstance(self.output_dir, os.PathLike):
             self.output_dir = os.fspath(self.output_dir)
+        for name in ("model_init_kwargs", "chat_template_kwargs"):  # JSON from a parser, as of transformers' own
+            if isinstance(value := getattr(self, name), str):
+                with reading(name, value, "a mapping, or one as JSON"):
+                    setattr(self, name, {**json.loads(value)})
         ours, plain = own_fields(type(self)), (Number, str, bytes, dict, list)  # others are transformers' own
         given = ((field.name, getattr(self, field.name)) for field in fields(self) if field.init)
         self.check_values(name for name, value in given if name in ours or isinstance(value, plain))

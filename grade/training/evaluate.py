@@ -155,13 +155,15 @@ def evaluate(
         The values, prompt by prompt, on every process.
 
     Raises:
-        InputError: If logits, a reward, the judge's score or a KL are not finite.
+        InputError: If there are no prompts; if logits, a reward, the judge's score or a KL are not finite.
     """
     if encode is None:
         encode = partial(
             encode_examples, backbone.tokenizer, max_prompt_length=max_prompt_tokens, truncation="right", warn_raw=False
         )
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    if isinstance(prompts, str) or not rows:
+        raise InputError("prompts", prompts, "a list of texts, or of rows with a prompt")
     objective = Objective(reward_model, scope=scope)
     generator = torch.Generator(backbone.device).manual_seed(seed)
     noise = NoiseBlocks(generator, len(rows), backbone.vocab_size, max_new_tokens, noise_block)

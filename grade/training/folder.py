@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import uuid
@@ -193,9 +194,12 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def whole_checkpoints(output_dir: str | Path) -> Iterator[Path]:
-    """A run's checkpoints, the newest first; what is damaged or not its own is passed over with a warning."""
+    """Checkpoints of the run that began last, the newest first, then those of runs before it, as of a script.
+
+    What is damaged, or not of the folder's run where that has a note, is passed over with a warning.
+    """
     mark = run_mark(output_dir)
-    for folder in reversed(checkpoints_of(Path(output_dir))):
+    for folder in sorted(reversed(checkpoints_of(Path(output_dir))), key=_began, reverse=True):
         damaged = damaged_file(folder)
         if damaged is None:
             with reading("output_dir", folder, "checkpoints that this library wrote"):
@@ -211,6 +215,14 @@ def whole_checkpoints(output_dir: str | Path) -> Iterator[Path]:
                 yield folder
         elif (folder / damaged).exists() or damaged != MANIFEST:  # a checkpoint without one was never finished
             logger.warning(f"{folder / damaged} is damaged: {folder.name} is not used")
+
+
+def _began(checkpoint: Path) -> float:
+    """When its run began; infinite where nothing tells, so that it is come to, and what is damaged told of."""
+    try:
+        return float(read_json(checkpoint / STATE_FILE).get("began", 0.0))
+    except Exception:
+        return math.inf
 
 
 @contextmanager

@@ -540,9 +540,11 @@ class GradeTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Microbatches of whole prompts, in shuffled passes."""
-        return self._get_dataloader(
+        loader = self._get_dataloader(
             self.train_dataset, "Training", self.args.batch_prompts, self._get_train_sampler, is_training=True
         )
+        loader.device = None  # to which Accelerate would move rows, making every mapping within them anew
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> _Passes:
         args, rows = self.args, len(self.train_dataset)
@@ -553,7 +555,7 @@ class GradeTrainer(Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: None = None,
         ignore_keys_for_eval: None = None, **others: Any,
     ) -> TrainOutput:  # fmt: skip
-        """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``.
+        """Train, or continue from a checkpoint's folder; True: the newest whole one of ``output_dir``'s last run.
 
         None is ``args.resume_from_checkpoint``.
         """
@@ -572,6 +574,7 @@ class GradeTrainer(Trainer):
         if not (known or given is None or given is False):
             allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
+        self._began = time.time()  # a run that is continued has begun before
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
         self.best_before: str | None = None  # the best checkpoint of a run that is continued
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
@@ -1169,7 +1172,7 @@ class GradeTrainer(Trainer):
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
         base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
-                 "run": run_mark(self.args.output_dir), "unevaluated": self._unevaluated}  # fmt: skip
+                 "run": run_mark(self.args.output_dir), "began": self._began, "unevaluated": self._unevaluated}  # fmt: skip
         tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
@@ -1245,6 +1248,7 @@ class GradeTrainer(Trainer):
             if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
                 raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")
             self.seconds, self._unevaluated = float(state["seconds"]), state.get("unevaluated", False)
+            self._began = float(state.get("began", 0.0))
             self.log_buffer.restore(state["window"])
             for step, known in state["evaluations"].items():
                 table = self._evaluation_path(int(step))

@@ -144,6 +144,11 @@ def test_a_classifier_object_needs_a_tokenizer(policy, make_classifier):
         make_rewards(model, policy)
 
 
+def test_a_model_without_labels_is_no_classifier(policy, make_classifier, tokenizer):
+    with pytest.raises(InputError, match="reward: got 'BertModel'; allowed: a model with labels"):
+        make_rewards(make_classifier("bert").bert, policy, None, tokenizer)
+
+
 class Brevity(Reward):
     """The recipe of CONTRIBUTING: a reward that is computed from ids."""
 
@@ -171,6 +176,8 @@ def test_a_reward_of_ones_own_is_a_subclass(policy, batch):
     with pytest.raises(InputError, match="reward 'brevity': got 'a reward of text, which has no gradient'"):
         Objective(rewards, scope="completion").require_gradient("ste")
     Objective(Warmth(), scope="completion").require_gradient("ste")
+    with pytest.raises(InputError, match="reward_scope: got 'prompt_and_completion'; allowed: completion, for which"):
+        make_rewards(Warmth(), policy)
 
 
 class Shaped(Reward):

@@ -3,6 +3,7 @@
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,8 +37,11 @@ def messages(*contents):
         (exact_answer(), ["2", "2.0", "2.5", "20"], [2.0, 2.0, 2.5, 2.0], [1, 1, 1, 0]),  # of 2 and 2.5 in a column
         (exact_answer(), ["true", "True", "false"], [True, True, True], [1, 1, 0]),
         (exact_answer(pattern="x"), ["2", "true"], [2.0, True], [0, 0]),
+        (exact_answer(), ["2", "2.1", "3", "true"], [*np.float32([2, 2.1]), np.int64(3), np.True_], [1, 1, 1, 1]),
+        (exact_answer(), ["2", "2.1", "3", "true"], [*torch.tensor([2, 2.1]), torch.tensor(3), torch.tensor(True)],
+         [1, 1, 1, 1]),
     ],
-)
+)  # fmt: skip
 def test_exact_answer(made, completions, answers, want):
     assert call(made, completions, answer=answers) == want
 

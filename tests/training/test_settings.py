@@ -51,9 +51,11 @@ def test_null_is_the_empty_text_where_a_setting_may_be_empty():
 
 
 def test_a_parser_of_transformers_reads_all_settings(tmp_path):
-    words = ["--output_dir", str(tmp_path), "--residual_weight", "0.5", "--method", "distilled", "--use_cpu"]
+    words = ["--output_dir", str(tmp_path), "--residual_weight", "0.5", "--method", "distilled", "--use_cpu",
+             "--model_init_kwargs", '{"dtype": "bfloat16"}', "--chat_template_kwargs", '{"thinks": false}']  # fmt: skip
     (read,) = HfArgumentParser(GradeConfig).parse_args_into_dataclasses(words)
-    assert read == GradeConfig(tmp_path, residual_weight=0.5, method="distilled", use_cpu=True)
+    mappings = dict(model_init_kwargs={"dtype": "bfloat16"}, chat_template_kwargs={"thinks": False})
+    assert read == GradeConfig(tmp_path, residual_weight=0.5, method="distilled", use_cpu=True, **mappings)
 
 
 THEIRS = {
@@ -69,6 +71,7 @@ THEIRS = {
 ODD = [
     ("save_total_limit", 0), ("eval_delay", -1), ("report_to", None), ("accelerator_config", {"even_batches": False}),
     ("accelerator_config", {"no_such": 1}), ("accelerator_config", "nowhere.json"), ("num_iterations", 2),
+    ("model_init_kwargs", "bfloat16"), ("model_init_kwargs", "[1]"), ("chat_template_kwargs", 3),
 ]  # fmt: skip
 
 

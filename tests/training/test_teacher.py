@@ -228,6 +228,10 @@ def test_a_teacher_without_a_row_for_each_of_the_policys_tokens_is_refused(tmp_p
     for folder in (tmp_path, added):
         with pytest.raises(InputError, match=f"token {len(tokenizer) - 1}, '<added>', is not in both"):
             make_teacher(folder, policy)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path)
+    alone.name_or_path = ""
+    with pytest.raises(InputError, match=f"teacher '.*': tokens of the tokenizer: got {len(tokenizer)}; allowed: at"):
+        make_teacher(alone, policy)
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused(tmp_path):

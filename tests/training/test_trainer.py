@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
 
@@ -435,6 +436,20 @@ def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
+def test_of_two_runs_in_a_folder_the_last_one_is_continued(base, tmp_path):
+    """The first, with a reward that was mended since, has the later step."""
+    shorter, longer = (lambda completions, by=by, **_: [by * len(text) for text in completions] for by in (-1, 1))
+    for reward, steps in ((shorter, 4), (longer, 2)):
+        trainer(base, tmp_path, reward, max_steps=steps, save_steps=1, lr_scheduler_type="constant").train()
+    for steps in (3, 4):
+        made = trainer(base, tmp_path, longer, max_steps=steps, save_steps=1, lr_scheduler_type="constant")
+        made.train(resume_from_checkpoint=True)
+    whole = trainer(base, tmp_path / "whole", longer, max_steps=4, lr_scheduler_type="constant")
+    whole.train()
+    rewards = [[row["reward"] for row in each.state.log_history if "loss" in row] for each in (made, whole)]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 4 and min(rewards[0]) > 0
+
+
 # ---- what it refuses ----
 BAD_RUNS = {
     "a prompt longer than the context": (
@@ -632,6 +647,16 @@ def test_a_method_that_is_never_called_is_not_overridden_in_silence(name, base, 
     other = type("Other", (GradeTrainer,), {name: lambda self, *args: None})
     with pytest.raises(InputError, match=f"Other.{name}: .* GradeTrainer, which does not call it"):
         other(base, length, GradeConfig(str(tmp_path / "run"), **SMALL), PROMPTS)
+
+
+def test_rows_and_their_values_stay_of_their_type(base, tmp_path):
+    def reward(completions, counts, **_):
+        return [float(count["missing"]) for count in counts]
+
+    rows = [defaultdict(int, prompt="The film was", counts=defaultdict(lambda: 3)) for _ in range(4)]
+    made = trainer(base, tmp_path, reward, rows, max_steps=1, save_strategy="no")
+    made.train()
+    assert made.state.log_history[0]["reward"] == 3
 
 
 def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
