@@ -1055,13 +1055,6 @@ class GradeTrainer(Trainer):
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         return EvalLoopOutput(None, None, metrics, n)
 
-    def saved_evaluation(self, step: int) -> Evaluation | None:
-        """The evaluation after a step; read from its table if it was made before the run was interrupted."""
-        table = self._evaluation_path(step)
-        if step not in self.evaluations and table.is_file():
-            self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
-        return self.evaluations.get(step)
-
     @property
     def kept_step(self) -> int:
         """The step whose policy is the result: the last one, or with ``load_best_model_at_end`` the best."""
@@ -1070,7 +1063,7 @@ class GradeTrainer(Trainer):
 
     def saved_ends(self) -> tuple[Evaluation | None, Evaluation | None]:
         """The evaluations before training and of its result, of the prompts that both have."""
-        before, after = self.saved_evaluation(0), self.saved_evaluation(self.kept_step) if self.kept_step else None
+        before, after = (self.evaluations.get(step) for step in (0, self.kept_step or None))
         if before and after:
             before = before.first(len(after.prompts))
         return before, after
@@ -1147,7 +1140,7 @@ class GradeTrainer(Trainer):
         base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
                  "run": run_mark(self.args.output_dir)}  # fmt: skip
-        tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
+        tables = {step: self._evaluation_path(step) for step in self.evaluations}  # a used folder has others
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
@@ -1230,6 +1223,8 @@ class GradeTrainer(Trainer):
                 elif sha256_of(table) != known:
                     allowed = f"the table as it was written; without it the results leave step {step} out"
                     raise InputError("resume_from_checkpoint", str(table), allowed)
+                else:
+                    self.evaluations[int(step)] = Evaluation.of_table(pd.read_parquet(table))
             if state["text_steps"] > self.text_steps:  # they only ever become fewer
                 allowed = f"one with at least {state['text_steps']} steps along texts, as {checkpoint} has made"
                 raise InputError("max_steps", self.args.max_steps, allowed)
