@@ -1180,7 +1180,8 @@ class GradeTrainer(Trainer):
                 allowed = f"a folder with {name}, which save_only_model leaves out"
                 raise InputError("resume_from_checkpoint", str(folder), allowed)
         with reading("resume_from_checkpoint", folder, "a checkpoint of GradeTrainer"):
-            before = read_json(folder / STATE_FILE)["settings"]
+            ours = read_json(folder / STATE_FILE)
+            before = ours["settings"]
             for name, value in self._settings().items():
                 if name not in _LENGTH and before.get(name, value) != value:
                     raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
@@ -1190,13 +1191,13 @@ class GradeTrainer(Trainer):
                 allowed = f"at least {state.global_step!r}, the step of {folder}"
                 raise InputError("max_steps", self.args.max_steps, allowed)
             if self.args.load_best_model_at_end and state.best_model_checkpoint:
-                self.best_before = self._found(Path(state.best_model_checkpoint), folder.parent)
+                self.best_before = self._found(Path(state.best_model_checkpoint), folder.parent, ours.get("run"))
         restore_adapter(self.backbone.peft, folder)
 
-    def _found(self, best: Path, beside: Path) -> str:
-        """A run's best checkpoint, where the run may have been moved."""
-        for folder in (best, Path(self.args.output_dir, best.name), beside / best.name):
-            if folder.is_dir():
+    def _found(self, best: Path, beside: Path, run: str | None) -> str:
+        """A run's best checkpoint, where the run may have been moved and another one be in its old place."""
+        for folder in (beside / best.name, Path(self.args.output_dir, best.name), best):
+            if folder.is_dir() and read_json(folder / STATE_FILE).get("run") == run:
                 return str(folder)
         raise InputError("load_best_model_at_end", str(best), "the best checkpoint so far, there or in output_dir")
 
@@ -1289,8 +1290,8 @@ class _StepEnd(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.num_train_epochs = math.ceil(self.trainer.passes(state.max_steps))
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of the run before
-        # The Trainer forgets it where the run was moved.
-        state.best_model_checkpoint = state.best_model_checkpoint or self.trainer.best_before
+        # The Trainer takes what is in the place where the run was, or forgets it.
+        state.best_model_checkpoint = self.trainer.best_before or state.best_model_checkpoint
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._updated()

@@ -227,3 +227,7 @@ def test_the_best_policy_is_the_result_with_its_own_figures_and_optimizer(run, t
     with pytest.raises(InputError, match="eval_00002.parquet'; allowed: the table as it was written"):
         train(config, None, resume="yes")
     of_best.write_bytes(written)
+    state = tmp_path / "run" / "checkpoint-2" / "grade_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"run": "another"}))
+    with pytest.raises(InputError, match="checkpoint-2'; allowed: the best checkpoint so far, there or in output_dir"):
+        train(config, None, resume="yes")

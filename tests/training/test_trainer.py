@@ -221,6 +221,11 @@ def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_
     assert kept(first)
     last = saved(tmp_path / "first", 3)
     (tmp_path / "first").rename(moved)
+    shutil.copytree(moved / "checkpoint-2", tmp_path / "first" / "checkpoint-1")  # another run in its old place
+    finished = made(moved)
+    finished.train(resume_from_checkpoint=True)
+    assert kept(finished)
+    shutil.rmtree(tmp_path / "first")
     shutil.rmtree(moved / "checkpoint-3")
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(moved / "checkpoint-2")  # a whole model beside it
     again = made(moved)
