@@ -50,10 +50,10 @@ def _train(args: argparse.Namespace) -> None:
     for config in configs:
         show = config.process_index == 0
         result = train(config, None, args.resume, args.overwrite)
-        if result is not None and result.interrupted is not None:
+        if result and result.received is not None and (result.interrupted or config is not configs[-1]):
             if show:
                 print(f"interrupted after step {result.step}: continue with --resume", file=sys.stderr)
-            raise SystemExit(128 + result.interrupted)
+            raise SystemExit(128 + result.received)
         if show:
             print(f"wrote {config.output_dir}" if result else f"{config.output_dir}: this run has finished")
 

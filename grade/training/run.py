@@ -57,7 +57,8 @@ class RunResult:
     after: Evaluation | None = None  # evaluation of the trained policy
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # all evaluations of this process, by step
     seconds: float = 0.0  # training time without evaluations
-    interrupted: int | None = None  # the signal that stopped the run before its end
+    received: int | None = None  # the signal that came while it trained, perhaps in its last step
+    interrupted: bool = False  # whether that stopped it before its end
     step: int = 0  # the last step
     kept: int = 0  # the step whose policy is the result: the last, or the best one
     method: str = ""  # the method that trained, which `auto` chose if the settings say so
@@ -100,7 +101,7 @@ def train(
             folder.continue_trackers(begin is not None)
         try:
             result = run_training(config, task, log, Path(config.output_dir), begin)
-            if main and result.interrupted is None:
+            if main and not result.interrupted:
                 write_run(config.output_dir, config, task, result)
                 folder.finish()
         except InputError:
@@ -136,11 +137,10 @@ def run_training(
         state = trainer.state
         result = RunResult(
             history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step, kept=trainer.kept_step,
-            method=trainer.args.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
+            method=trainer.args.method, chosen=trainer.chosen, evaluations=trainer.evaluations, received=stop.received,
+            interrupted=stop.received is not None and state.global_step < state.max_steps,
         )  # fmt: skip
-        if stop.received is not None and state.global_step < state.max_steps:
-            result.interrupted = int(stop.received)
-        elif trainer.eval_dataset is not None:
+        if not result.interrupted and trainer.eval_dataset is not None:
             result.before, result.after = trainer.saved_ends()
         return result
 

@@ -1081,13 +1081,6 @@ class GradeTrainer(Trainer):
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         return EvalLoopOutput(None, None, metrics, n)
 
-    def saved_evaluation(self, step: int) -> Evaluation | None:
-        """The evaluation after a step; read from its table if it was made before the run was interrupted."""
-        table = self._evaluation_path(step)
-        if step not in self.evaluations and table.is_file():
-            self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
-        return self.evaluations.get(step)
-
     @property
     def kept_step(self) -> int:
         """The step whose policy is the result: the last one, or with ``load_best_model_at_end`` the best."""
@@ -1096,7 +1089,7 @@ class GradeTrainer(Trainer):
 
     def saved_ends(self) -> tuple[Evaluation | None, Evaluation | None]:
         """The evaluations before training and of its result, of the prompts that both have."""
-        before, after = self.saved_evaluation(0), self.saved_evaluation(self.kept_step) if self.kept_step else None
+        before, after = (self.evaluations.get(step) for step in (0, self.kept_step or None))
         if before and after:
             before = before.first(len(after.prompts))
         return before, after
@@ -1172,8 +1165,9 @@ class GradeTrainer(Trainer):
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
         base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
-                 "run": run_mark(self.args.output_dir), "began": self._began, "unevaluated": self._unevaluated}  # fmt: skip
-        tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
+                 "run": run_mark(self.args.output_dir), "began": self._began,
+                 "unevaluated": self._unevaluated}  # fmt: skip
+        tables = {step: self._evaluation_path(step) for step in self.evaluations}  # a used folder has others
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
@@ -1213,7 +1207,8 @@ class GradeTrainer(Trainer):
                 allowed = f"a folder with {name}, which save_only_model leaves out"
                 raise InputError("resume_from_checkpoint", str(folder), allowed)
         with reading("resume_from_checkpoint", folder, "a checkpoint of GradeTrainer"):
-            before = read_json(folder / STATE_FILE)["settings"]
+            ours = read_json(folder / STATE_FILE)
+            before = ours["settings"]
             for name, value in self._settings().items():
                 if name not in _LENGTH and before.get(name, value) != value:
                     raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
@@ -1223,13 +1218,13 @@ class GradeTrainer(Trainer):
                 allowed = f"at least {state.global_step!r}, the step of {folder}"
                 raise InputError("max_steps", self.args.max_steps, allowed)
             if self.args.load_best_model_at_end and state.best_model_checkpoint:
-                self.best_before = self._found(Path(state.best_model_checkpoint), folder.parent)
+                self.best_before = self._found(Path(state.best_model_checkpoint), folder.parent, ours.get("run"))
         restore_adapter(self.backbone.peft, folder)
 
-    def _found(self, best: Path, beside: Path) -> str:
-        """A run's best checkpoint, where the run may have been moved."""
-        for folder in (best, Path(self.args.output_dir, best.name), beside / best.name):
-            if folder.is_dir():
+    def _found(self, best: Path, beside: Path, run: str | None) -> str:
+        """A run's best checkpoint, where the run may have been moved and another one be in its old place."""
+        for folder in (beside / best.name, Path(self.args.output_dir, best.name), best):
+            if folder.is_dir() and read_json(folder / STATE_FILE).get("run") == run:
                 return str(folder)
         raise InputError("load_best_model_at_end", str(best), "the best checkpoint so far, there or in output_dir")
 
@@ -1257,6 +1252,8 @@ class GradeTrainer(Trainer):
                 elif sha256_of(table) != known:
                     allowed = f"the table as it was written; without it the results leave step {step} out"
                     raise InputError("resume_from_checkpoint", str(table), allowed)
+                else:
+                    self.evaluations[int(step)] = Evaluation.of_table(pd.read_parquet(table))
             if state["text_steps"] > self.text_steps:  # they only ever become fewer
                 allowed = f"one with at least {state['text_steps']} steps along texts, as {checkpoint} has made"
                 raise InputError("max_steps", self.args.max_steps, allowed)
@@ -1321,8 +1318,8 @@ class _StepEnd(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.num_train_epochs = math.ceil(self.trainer.passes(state.max_steps))
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of the run before
-        # The Trainer forgets it where the run was moved.
-        state.best_model_checkpoint = state.best_model_checkpoint or self.trainer.best_before
+        # The Trainer takes what is in the place where the run was, or forgets it.
+        state.best_model_checkpoint = self.trainer.best_before or state.best_model_checkpoint
         self.trainer._make_up()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

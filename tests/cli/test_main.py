@@ -1,7 +1,9 @@
 """The command line on a tiny project on disk: what it writes, and that bad input is one line and exit code 2."""
 
 import json
+import os
 import shutil
+import signal
 
 import pandas as pd
 import pytest
@@ -14,6 +16,7 @@ from grade.config import own_fields
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
+from grade.training.trainer import GradeTrainer
 
 SMALL = {
     "method": "ste", "max_steps": 3, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 6,
@@ -140,6 +143,20 @@ def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
             # float32, and Adam's first steps divide small gradients by their own size
             assert (ours[column] - legacy[column]).abs().max() <= 1e-3
     assert not pd.read_csv(tmp_path / "ste/history.csv").equals(pd.read_csv(tmp_path / "gumbel/history.csv"))
+
+
+def test_a_signal_in_the_last_step_of_one_method_ends_all(project, tmp_path, monkeypatch, capsys):
+    def signalled(self, *args, plain=GradeTrainer.training_step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args)
+
+    changes = ["--max_steps", "1", "--eval_strategy", "no", "--num_generations", "4"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
+        patch.setattr(GradeTrainer, "training_step", signalled)
+        train(project, tmp_path, "--method", "all", *changes)
+    assert "continue with --resume" in capsys.readouterr().err
+    (only,) = tmp_path.iterdir()
+    assert (only / "metrics.json").exists()
 
 
 def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, capsys):

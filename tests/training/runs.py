@@ -62,7 +62,7 @@ def in_child(work) -> int:
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         result = work()
-        code = 0 if result is None or result.interrupted is None else 128 + result.interrupted
+        code = 128 + result.received if result and result.interrupted else 0
     except KeyboardInterrupt:
         code = 130
     except BaseException:

@@ -219,3 +219,15 @@ def test_the_best_policy_is_the_result_with_its_own_figures_and_optimizer(run, t
         assert (adapter / name).read_bytes() == (tmp_path / "run" / "checkpoint-2" / name).read_bytes()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-4"]
     assert "that of checkpoint-2, whose reward is the best" in (adapter / "README.md").read_text()
+
+    (tmp_path / "run" / "metrics.json").unlink()
+    of_best = tmp_path / "run" / "completions" / "eval_00002.parquet"
+    written = of_best.read_bytes()
+    shutil.copy(of_best.with_name("eval_00004.parquet"), of_best)
+    with pytest.raises(InputError, match="eval_00002.parquet'; allowed: the table as it was written"):
+        train(config, None, resume="yes")
+    of_best.write_bytes(written)
+    state = tmp_path / "run" / "checkpoint-2" / "grade_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"run": "another"}))
+    with pytest.raises(InputError, match="checkpoint-2'; allowed: the best checkpoint so far, there or in output_dir"):
+        train(config, None, resume="yes")

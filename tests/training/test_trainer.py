@@ -222,6 +222,11 @@ def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_
     assert kept(first)
     last = saved(tmp_path / "first", 3)
     (tmp_path / "first").rename(moved)
+    shutil.copytree(moved / "checkpoint-2", tmp_path / "first" / "checkpoint-1")  # another run in its old place
+    finished = made(moved)
+    finished.train(resume_from_checkpoint=True)
+    assert kept(finished)
+    shutil.rmtree(tmp_path / "first")
     shutil.rmtree(moved / "checkpoint-3")
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(moved / "checkpoint-2")  # a whole model beside it
     again = made(moved)
@@ -230,6 +235,17 @@ def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_
     shutil.rmtree(moved / "checkpoint-1")
     with pytest.raises(InputError, match="load_best_model_at_end: got .*checkpoint-1'; .*the best checkpoint so far"):
         made(moved).train(resume_from_checkpoint=True)
+
+
+def test_evaluations_of_an_earlier_run_in_the_folder_are_not_those_of_the_next(base, tmp_path):
+    for strategy in ("steps", "no"):
+        made = trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), eval_strategy=strategy, save_steps=1)
+        made.train()
+        made.create_model_card()
+        assert ("| reward |" in (tmp_path / "README.md").read_text()) == (strategy == "steps")
+    made = trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), eval_strategy="no", save_steps=1)
+    made.train(resume_from_checkpoint=True)
+    assert made.saved_ends() == (None, None)
 
 
 def test_held_out_rows_without_a_column_that_the_reward_needs_are_refused_at_once(base, tmp_path):
