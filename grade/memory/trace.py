@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from grade.config import allowed_names
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
 from grade.memory.meta import FAKE_ERRORS, NoData
 from grade.memory.models import layer_kinds, model_config, with_layers
@@ -182,7 +182,13 @@ def trace_layers(
         with mode, NoData(), kernels_of(device), alone_among(processes):
             if processes > 1 and sharding == "fsdp2":
                 divide(backbone)
-            return run_tracked(make_step(config, backbone, others), device=counted)
+            try:
+                return run_tracked(make_step(config, backbone, others), device=counted)
+            except Exception:
+                runs = "a model that runs on embeddings and a cache, with sizes that fit each other"
+                with reading("model", config.model, runs):  # is it the model that fails?
+                    Decoder(backbone, config.prompts(backbone, 1)).logits()
+                raise
     except (*FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         if not isinstance(error, FAKE_ERRORS) and "meta" not in str(error).lower():
             raise
