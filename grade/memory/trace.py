@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
 
@@ -31,7 +33,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from grade.config import allowed_names
 from grade.errors import InputError, reading
 from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
-from grade.memory.meta import NoData
+from grade.memory.meta import FAKE_ERRORS, NoData
 from grade.memory.models import layer_kinds, model_config, with_layers
 from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
 from grade.memory.settings import Device, Sharding, TracedConfig
@@ -115,7 +117,8 @@ def trace(
         The trace.
 
     Raises:
-        InputError: For an unknown model, sizes that do not fit it, or a model that fails or reads a tensor's contents.
+        InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
+            message names the line).
     """
     for name, value, kind in (("device", device, Device), ("sharding", sharding, Sharding)):
         if value not in get_args(kind):
@@ -175,11 +178,25 @@ def trace_layers(
         counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         to_fake(mode, backbone, *others)
-    runs = "a model that runs on embeddings and a cache, with sizes that fit each other"
-    with reading("traced step", config.model, runs), mode, NoData(), kernels_of(device), alone_among(processes):
-        if processes > 1 and sharding == "fsdp2":
-            divide(backbone)
-        return run_tracked(make_step(config, backbone, others), device=counted)
+    try:
+        with mode, NoData(), kernels_of(device), alone_among(processes):
+            if processes > 1 and sharding == "fsdp2":
+                divide(backbone)
+            try:
+                return run_tracked(make_step(config, backbone, others), device=counted)
+            except Exception:
+                runs = "a model that runs on embeddings and a cache, with sizes that fit each other"
+                with reading("model", config.model, runs):  # is it the model that fails?
+                    Decoder(backbone, config.prompts(backbone, 1)).logits()
+                raise
+    except (*FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        if not isinstance(error, FAKE_ERRORS) and "meta" not in str(error).lower():
+            raise
+        frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+        path, last = [(p, f) for p, f in frames if "torch" not in p.parts and p.parent != Path(__file__).parent][-1]
+        where = f"{path.name}:{last.lineno} ({last.line})"
+        allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
+        raise InputError("traced step", where, allowed) from error
 
 
 def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:

@@ -97,7 +97,7 @@ def test_layers_that_are_not_alike_are_extrapolated_by_what_repeats(tmp_path, ki
 
 def test_sizes_that_do_not_fit_each_other_are_refused_in_one_line(tmp_path):
     MixtralConfig(**TINY, num_local_experts=2, num_experts_per_tok=4).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="traced step: got .*sizes that fit each other .*k not in range"):
+    with pytest.raises(InputError, match="model: got .*sizes that fit each other .*k not in range"):
         trace(StepConfig(model=str(tmp_path), prompt_tokens=4, max_new_tokens=2))
 
 
