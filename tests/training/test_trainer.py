@@ -322,7 +322,6 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
 def test_a_reward_that_fails_in_an_evaluation_loses_no_step(base, tmp_path):
     """Of two sets the second fails; the mended run has each set's row once."""
     sets = {"few": PROMPTS.select(range(2)), "many": PROMPTS}
-
     down = True
 
     def judged(completions, trainer_state, **_):
