@@ -115,6 +115,13 @@ def test_the_true_change_is_found_after_a_small_step_and_by_sampling_anew_after_
     assert report.warnings == []
 
 
+def test_what_is_sampled_anew_has_the_noise_of_what_was_sampled_before_the_step(monkeypatch):
+    """After next to no step the completions are the same ones."""
+    monkeypatch.setattr("grade.entropy.probe.ESS_SHARE", 1.1)  # always sampled anew
+    f = a_probe(learning_rate=1e-12).run(prompts(), reward).figures
+    assert f["resampled"] == 1 and abs(f["delta_h"]) < 1e-8 and abs(f["delta_h_per_token"]) < 1e-8
+
+
 def test_a_failure_within_a_gradient_leaves_no_gradient_and_the_random_state():
     probe, random = a_probe(), torch.get_rng_state()
 

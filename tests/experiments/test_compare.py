@@ -76,6 +76,9 @@ def test_the_frontiers_line_never_falls():
     line = frontier.frontier_table(table, levels)
     assert min(np.diff(means)) < 0 and line["reward"].tolist() == pytest.approx(np.maximum.accumulate([0.5, *means]))
     assert (line["low"] <= line["reward"]).all() and (line["reward"] <= line["high"]).all()
+    better = table.assign(method="rloo", reward=table["reward"] + 1)
+    both = frontier.frontier_table(pd.concat([better, table]), levels)
+    pd.testing.assert_frame_equal(both[both["method"] == "ste"].reset_index(drop=True), line)
 
 
 @settings(deadline=None, max_examples=50)

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grade.experiments.enumeration import every_completion
 from grade.gradients import losses
 from grade.gradients.methods import GROUPED, MethodConfig
-from grade.gradients.objective import Objective
+from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.models.head import CHUNK_ROWS, self_certainty
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import completion_logps, predicting_hidden, sequence_kl
+from grade.models.sampling import generate
+from grade.models.scoring import completion_logps, predicting_hidden, sequence_kl, token_kl
 
 BETA, T = 0.3, 2
 
@@ -106,6 +107,18 @@ def test_the_expected_gradient_is_that_of_the_objective(method, group, options, 
     want = exact_gradient(backbone, least=least)
     assert want.norm() > 1e-3
     torch.testing.assert_close(expected_gradient(method, backbone, group, least, **options), want)
+
+
+def test_greedy_completions_are_as_good_as_remaxs_baseline_penalty_included():
+    """What is left is KL's own gradient."""
+    backbone = policy(vocab=7)
+    greedy = Completions(prompt(4), *generate(backbone, prompt(4), 5, torch.Generator(), temperature=0.0))
+    learner(backbone, "remax", max_completion_length=5).step([greedy], objective(), StepContext(1, lambda: None))
+    hidden = predicting_hidden(backbone, greedy.prompts, greedy.ids)
+    with backbone.reference():
+        kl = token_kl(backbone, hidden, predicting_hidden(backbone, greedy.prompts, greedy.ids), greedy.mask)
+    found = gradient(backbone)
+    torch.testing.assert_close(found, flat_grad(BETA * sequence_mean(kl, greedy.mask).mean(), backbone))
 
 
 def test_with_k3_the_expected_gradient_is_that_of_the_estimate():

@@ -294,10 +294,11 @@ def test_conditioned_completions_have_the_law_of_sampled_ones(backbone, estimato
     assert ((a.mean(0) - b.mean(0)).abs() <= 4.5 * stderr + zero).all()  # up to 156 comparisons: 4.5
 
 
-def test_text_from_elsewhere_gives_the_gradient_of_the_engines_own_rollout(backbone, prompts, reward):
+@pytest.mark.parametrize("min_new_tokens", [0, 3])
+def test_text_from_elsewhere_gives_the_gradient_of_the_engines_own_rollout(backbone, prompts, reward, min_new_tokens):
     """ReinMax uses no noise, so the same text is the same gradient."""
     objective = Objective(reward, beta=0.3)
-    cfg = config(estimator="reinmax")
+    cfg = config(estimator="reinmax", min_new_tokens=min_new_tokens)
     rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
     want = gradient(replay, backbone, prompts, objective, cfg, rollout=rollout)[1]
     text = rollout.completion_ids, rollout.completion_mask

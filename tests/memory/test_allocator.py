@@ -97,6 +97,15 @@ def test_a_step_by_hand():
     assert allocate_step(step, workspace=2 * MIB) == Reserved(27 * MIB, 27 * MIB, 60 * MIB)  # beside the weights
 
 
+def test_a_step_on_what_the_one_before_it_left_by_hand():
+    """At first 5 and 15 MiB share a segment of 20, beside one of 16.
+
+    Then 5 MiB are taken from that of 16, 16 from that of 20, and for 15 there is a third, of 16, with all that it has.
+    """
+    step = [record(nbytes * MIB, birth) for birth, nbytes in enumerate((5, 16, 15))]
+    assert allocate_step(step) == Reserved(live=36 * MIB, allocated=37 * MIB, reserved=52 * MIB)
+
+
 @pytest.mark.parametrize("values", [dict(method="grpo", num_generations=2), dict(gradient_checkpointing=True)])
 def test_a_step_s_live_peak_is_the_tracker_s_and_few_passes_change_little(values):
     config = StepConfig(model="tiny", batch_size=4, prompt_tokens=6, max_new_tokens=24, **values)

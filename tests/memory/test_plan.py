@@ -106,8 +106,8 @@ def test_what_a_budget_fits_is_the_largest_that_does(budget, own):
     assert fits["batch_size"] == ((budget - 1000) // 30 or None)
     assert fits["max_new_tokens"] == (budget - 1000) // 20
     assert fits["hops"] == (None if budget < 1060 else 2)
-    with_overhead = plan(config, budget + 7, overhead=7, quantities=("batch_size",), tracer=fixed_tracer)
-    assert with_overhead[0].value == fits["batch_size"]
+    with_overhead = plan(config, budget + 7, overhead=7, quantities=("batch_size", "hops"), tracer=fixed_tracer)
+    assert [fit.value for fit in with_overhead] == [fits["batch_size"], fits["hops"]]
 
 
 def test_a_budget_below_the_weights_says_what_is_needed():

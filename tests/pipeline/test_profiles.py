@@ -146,6 +146,8 @@ def test_a_failed_stage_stops_the_pipeline_which_then_goes_on_from_there(project
 
     # An edit in the project arrives in the workspace, and the stage uses the workspace's copy of the package.
     (project / "grade" / "__init__.py").write_text("WHO = 'the second version'")
+    assert run(project, "full", dry=True) == 0
+    assert capfd.readouterr().out.split() == ["first", "second"]  # which needs what has changed
     assert run(project, "full", ["first"]) == 0
     assert "using the second version" in capfd.readouterr().out
 

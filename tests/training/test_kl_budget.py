@@ -158,17 +158,27 @@ def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
 
 
 # ---- training ----
+def trained(method, rate, folder, steps=6):
+    args = TrainConfig(
+        method=method, max_prompt_length=6, truncation="right", raw_prompts=True, max_completion_length=8,
+        min_completion_length=8, per_device_train_batch_size=128, learning_rate=rate, lr_scheduler_type="constant",
+        seed=0, use_cpu=True, max_steps=steps, target_kl=0.5, save_strategy="no", disable_tqdm=True,
+        kl_eval_prompts=200, eval_strategy="no", **OWN[method],
+    )  # fmt: skip
+    return run_training(args, toy_task(), output_dir=folder).history
+
+
+def test_the_landing_asks_its_completions_for_growth_not_for_a_level(tmp_path, monkeypatch):
+    """Where they measure twice what the filter takes for the policy's KL, they are to have twice the target's."""
+    monkeypatch.setattr(KLBudget, "filter", lambda self, measured: measured.kl / 2)
+    assert trained("rloo", 2e-2, tmp_path, 2)[-1]["val/kl"] * 8 == pytest.approx(2 * 0.5, rel=0.25)
+
+
 @pytest.mark.parametrize(
     ("method", "rate"), [("ste", 3e-3), ("ste", 2e-2), ("rloo", 2e-2), ("distilled", 3e-3), ("ppo", 2e-2)]
 )
 def test_training_ends_on_its_budget_at_any_rate(method, rate, tmp_path):
-    args = TrainConfig(
-        method=method, max_prompt_length=6, truncation="right", raw_prompts=True, max_completion_length=8,
-        min_completion_length=8, per_device_train_batch_size=128, learning_rate=rate, lr_scheduler_type="constant",
-        seed=0, use_cpu=True, max_steps=6, target_kl=0.5, save_strategy="no", disable_tqdm=True, kl_eval_prompts=200,
-        eval_strategy="no", **OWN[method],
-    )  # fmt: skip
-    history = run_training(args, toy_task(), output_dir=tmp_path).history
+    history = trained(method, rate, tmp_path)
     steps = [row for row in history if "train/kl" in row]
     assert [row["train/kl_budget"] for row in steps] == pytest.approx([0.5 * (s / 6) ** 2 for s in range(1, 7)])
     assert all(0 < row["train/kl_scale"] <= LONGEST for row in steps)

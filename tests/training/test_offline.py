@@ -115,6 +115,7 @@ def test_auto_starts_over_without_texts_that_own_completions_disprove(tmp_path):
     figures = {row["step"]: row for row in run.state.log_history if "num_samples" in row}
     assert figures[6]["kl"] > 1e-3 > abs(figures[7]["kl"]) and figures[7]["num_samples"] == 24 + 32
     assert not figures[16].get("distilled/transfer")
+    assert {int(state["step"]) for state in run.optimizer.state.values()} == {10}, "AdamW starts over too"
 
 
 class Interrupted(TrainerCallback):

@@ -94,6 +94,8 @@ def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     assert longer.state.global_step == 3
     rates = [row["learning_rate"] for row in longer.state.log_history if "loss" in row]
     assert rates == pytest.approx([1e-2, 5e-3, 1e-2 / 3])  # the rest of three steps' schedule
+    first, last = (load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 3))
+    assert any(not torch.equal(first[name], last[name]) for name in first)  # two steps' schedule ends at 0
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{{ messages }}"
     lora = LoraSettings(r=16, alpha=32)
