@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -203,9 +203,13 @@ def run_functions(
 
 @contextmanager
 def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
-    """Whatever a function raises becomes one line with its name and the beginning of the batch."""
+    """Whatever a function raises becomes one line with its name and the beginning of the batch.
+
+    A working folder that it changed is changed back: the run's own may be relative to it.
+    """
     try:
-        yield
+        with chdir("."):
+            yield
     except (InputError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # also SystemExit, and a cancelled task

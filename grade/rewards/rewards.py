@@ -22,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,7 +267,7 @@ def _function(spec: str) -> Callable[..., Any]:
     folder = str((path.parent if in_file else Path.cwd()).resolve())
     sys.path.insert(0, folder)  # for what the module imports, too
     try:
-        with torch.enable_grad():  # restored, if the module switches gradients off for its own models
+        with torch.enable_grad(), chdir("."):  # which are restored, if the module changes them for itself
             if in_file:
                 source = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
                 module = importlib.util.module_from_spec(source)

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,10 +218,12 @@ def test_a_module_that_takes_no_embeddings_and_mask_is_one_line(policy, batch):
 
 
 MODULE = """
-import sibling, torch
+import os, sibling, torch
 torch.set_grad_enabled(False)
+os.chdir("empty")
 from grade.rewards.verifiers import matches
 def good(completions, **_):
+    os.chdir("empty")
     return [sibling.VALUE] * len(completions)
 digits = matches("[0-9]")
 number = 3
@@ -256,7 +259,7 @@ def folder(tmp_path, monkeypatch):
 def test_functions_by_name(spec, values, folder, policy, batch):
     before = list(sys.path)
     assert make_rewards(spec, policy).score(policy, *batch).tolist() == values
-    assert sys.path == before and torch.is_grad_enabled()
+    assert sys.path == before and torch.is_grad_enabled() and Path.cwd() == folder
 
 
 def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):
