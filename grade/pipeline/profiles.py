@@ -147,10 +147,12 @@ def publish(root: Path, profile: str) -> list[Path]:
     if not (workspace / "dvc.lock").is_file():
         raise InputError("profile", profile, f"one that has run: `grade repro {profile}`")
     with Repo(str(workspace)) as repo:
-        results = [Path(out.fs_path) for out in repo.index.outs if not out.use_cache or out.fs_path.endswith(".ipynb")]
-    missing = [str(path.relative_to(workspace)) for path in results if not path.exists()]
-    if missing:
-        raise InputError("profile", profile, f"one of which every stage has run: {missing[0]} is missing")
+        outs = [out for out in repo.index.outs if not out.use_cache or out.fs_path.endswith(".ipynb")]
+        for out in outs:
+            for state in out.workspace_status().values():
+                allowed = f"one of which every stage has run, with the results that it wrote: {out} is {state}"
+                raise InputError("profile", profile, allowed)
+    results = [Path(out.fs_path) for out in outs]
     results += sorted(path for path in (workspace / outputs).glob("*.*") if path.is_file())  # the page of results
     results += sorted((workspace / outputs).glob("*/**/timings*"))
     if profile == DEFAULT_PROFILE:

@@ -106,7 +106,7 @@ def test_a_run_stays_in_its_workspace_until_it_is_published(project, capfd):
     with pytest.raises(InputError, match="one that has run"):
         publish(project, "cpu")
     assert run(project, "cpu", ["first"]) == 0
-    with pytest.raises(InputError, match="outputs/second/metrics.json is missing"):
+    with pytest.raises(InputError, match="outputs/second/metrics.json is deleted"):
         publish(project, "cpu")
     assert run(project, "cpu") == 0
     assert lines_of(capfd, "[") == ["[1/1] first: the first step", "[1/1] second: the second step"]
@@ -117,6 +117,11 @@ def test_a_run_stays_in_its_workspace_until_it_is_published(project, capfd):
     workspace = project / ".workspaces/cpu"
     (workspace / "outputs/README.md").write_text("the page")  # in the folder itself, and no out of a stage
     (workspace / "outputs/first/timings.json").write_text("{}")
+    whole = (workspace / "outputs/first/metrics.json").read_text()
+    (workspace / "outputs/first/metrics.json").write_text("")  # the disk was full, say
+    with pytest.raises(InputError, match="outputs/first/metrics.json is modified"):
+        publish(project, "cpu")
+    (workspace / "outputs/first/metrics.json").write_text(whole)
     assert main(["publish"]) == 0
     small = ["README.md", "first/metrics.json", "first/timings.json", "second/metrics.json"]
     assert {line.split()[1] for line in changed(project)} >= {"dvc.lock", "outputs/README.md", "outputs/first/"}
