@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jsonschema import SchemaError
 from jsonschema.validators import validator_for
+from torch import Tensor
 
 from grade.errors import InputError
 from grade.rewards.functions import text_of
@@ -42,7 +43,7 @@ def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case
             return None
         if given is None:
             return 0.0
-        if hasattr(answer, "numpy"):  # a column in torch's format
+        if isinstance(answer, Tensor):  # of a column in torch's format
             answer = answer.cpu().numpy()[()]
         right = str(answer).strip()
         if isinstance(answer, float | np.floating):

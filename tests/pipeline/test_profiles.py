@@ -189,7 +189,8 @@ def test_a_profile_that_would_replace_anothers_results_or_is_misspelt_is_refused
     (project / "params/mine/suite.yaml").write_text(change)
     for command in (["repro", "mine"], ["publish", "mine"], ["results", "--profile", "mine"]):
         assert main(command) == 2
-        assert re.search(message, capsys.readouterr().err)
+        err = capsys.readouterr().err
+        assert re.search(message, err) and err.count("\n") == 1
     assert not (project / ".workspaces").exists()
 
 
