@@ -16,7 +16,8 @@ from grade.files import check_file, writing
 from grade.gradients.methods import BYTES_PER_TOKEN, METHODS
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
-from grade.models.sampling import check_room, generate
+from grade.models.room import check_room
+from grade.models.sampling import generate
 from grade.results import write_metrics
 from grade.training.config import TrainConfig
 from grade.training.load import load_task

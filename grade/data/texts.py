@@ -29,9 +29,10 @@ from grade.errors import InputError
 from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
-from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens, tokenizer_hash
+from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens
 from grade.models.samplers import LOCAL, Sampler
 from grade.models.scoring import completion_logps
+from grade.models.tokenizer import tokenizer_hash
 from grade.results import progress
 
 LEAST = 8

@@ -16,9 +16,9 @@ from torch import Tensor
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
 from grade.errors import InputError, reading, require_file
+from grade.gradients.engines import make_engine
 from grade.gradients.methods import RELAXED, Rate
 from grade.gradients.objective import Objective
-from grade.gradients.replay import make_engine
 from grade.memory.settings import Device, require_device
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from grade.config import allowed_names
 from grade.errors import InputError
-from grade.gradients.methods import DISTILLED, POLICY_GRADIENTS
-from grade.models.backbone import Backbone
 from grade.models.head import EmbeddingTable
+from grade.models.policy import Policy
 from grade.models.prompts import PromptBatch
-from grade.models.teacher import Teacher
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values, scored_text
+
+ANY_REWARD = "distilled, reinforce, rloo, remax, grpo, ppo"
+"""Methods that take any reward, for an error's text."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Objective:
     reward_model: Reward | Callable[[Tensor, Tensor], Tensor]
     beta: float = 0.1
     scope: RewardScope = "prompt_and_completion"
-    teacher: Teacher | None = None
+    teacher: Any = None
 
     def __post_init__(self) -> None:
         reward = self.reward_model
@@ -70,7 +71,7 @@ class Objective:
                     f"reward {part.name!r}",
                     part.no_gradient,
                     f"for {method} a differentiable reward: a reward model on the policy's embeddings, or a classifier "
-                    f"with the policy's vocabulary ({', '.join((DISTILLED, *POLICY_GRADIENTS))} take any reward)",
+                    f"with the policy's vocabulary ({ANY_REWARD} take any reward)",
                 )
 
     def reward(
@@ -96,7 +97,7 @@ class Objective:
             values.append(check_values(part, value, len(mask), gradient=embeds.requires_grad))
         return self.reward_model.combine(values)
 
-    def score(self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    def score(self, backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Reward [B] of hard completions [B, T], on exactly the text that training scores."""
         return self.reward_model.score(backbone, prompts, ids, mask)
 

@@ -35,11 +35,9 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
-from grade.gradients.methods import EngineName
-from grade.gradients.objective import Engine, GradientStep, Objective, check_finite, sequence_mean
+from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
-from grade.gradients.unrolled import checkpointed, unrolled
-from grade.models.backbone import Backbone
+from grade.models.gather import whole
 from grade.models.head import (
     EmbeddingTable,
     embedding_values,
@@ -50,15 +48,15 @@ from grade.models.head import (
     weighted_embedding,
 )
 from grade.models.parameters import flatten
+from grade.models.policy import Policy
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows, forbid_eos
-from grade.models.sharding import whole
 
 Pullback = Callable[[Tensor], Tensor]
 
 
 def replay(
-    backbone: Backbone,
+    backbone: Policy,
     prompts: PromptBatch,
     objective: Objective,
     relaxation: RelaxationConfig,
@@ -122,7 +120,7 @@ class ReplayGraph:
     and temperatures can therefore share it: each takes its own products.
     """
 
-    def __init__(self, backbone: Backbone, rollout: Rollout, gradient_checkpointing: bool = False) -> None:
+    def __init__(self, backbone: Policy, rollout: Rollout, gradient_checkpointing: bool = False) -> None:
         self.backbone, self.rollout = backbone, rollout
         self.prompt_embeds = backbone.embed(rollout.prompts.ids).detach()
         self.e = rollout.embeds.detach().requires_grad_()  # [B, T, D], a leaf
@@ -272,15 +270,3 @@ def replay_inputs(prompts: PromptBatch, prompt_embeds: Tensor, e: Tensor) -> tup
     """
     mask = prompts.mask_with(e.shape[1] - 1)
     return torch.cat([prompt_embeds, e[:, :-1]], 1), mask
-
-
-def make_engine(
-    name: EngineName, hops: int = 2, tolerance: float = 0.0, gradient_checkpointing: bool = False
-) -> Engine:
-    """The engine of that name; the options are those of `replay` alone.
-
-    All have the same signature and compute the same gradient: the same seed gives the same noise, tokens and loss.
-    """
-    if name == "replay":
-        return partial(replay, hops=hops, tolerance=tolerance, gradient_checkpointing=gradient_checkpointing)
-    return {"checkpointed": checkpointed, "unrolled": unrolled}[name]

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
-from grade.models.backbone import Backbone
+from grade.models.gather import whole
 from grade.models.head import chunk_rows, weighted_embedding
+from grade.models.policy import Policy
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos, skinny_products
 from grade.models.scoring import check_shapes, predicting_hidden
-from grade.models.sharding import whole
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rollout:
 
 
 @torch.no_grad()
-def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
+def sample(backbone: Policy, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
     """Draw relaxed completions of the policy.
 
     Args:
@@ -84,7 +84,7 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
 
 @torch.no_grad()
 def condition(
-    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, config: RelaxationConfig,
+    backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor, config: RelaxationConfig,
     generator: torch.Generator,
 ) -> Rollout:  # fmt: skip
     """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
@@ -107,7 +107,7 @@ def condition(
 
 @torch.no_grad()
 def noise_given(
-    backbone: Backbone, hidden: Tensor | None, ids: Tensor, mask: Tensor, config: RelaxationConfig,
+    backbone: Policy, hidden: Tensor | None, ids: Tensor, mask: Tensor, config: RelaxationConfig,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`Estimator.draw` given completions [B, T], from the hidden states [B, T, D] that predict their tokens.
@@ -134,7 +134,7 @@ def noise_given(
     return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in zip(*draws, strict=True))
 
 
-def _check(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int) -> None:
+def _check(backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int) -> None:
     """Reject completions [B, T] that the policy could not have written."""
     check_shapes(prompts, ids, mask)
     valid = mask.bool()

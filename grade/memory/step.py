@@ -23,10 +23,10 @@ from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.offline import OfflineGradient
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.distilled.store import Fit, growth, joined
+from grade.gradients.engines import make_engine
 from grade.gradients.methods import DISTILLED, OFFLINE, TEACHER, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
-from grade.gradients.replay import make_engine
 from grade.gradients.teacher import TeacherGradient
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.models import build_backbone, model_config

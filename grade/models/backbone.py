@@ -42,7 +42,8 @@ from grade.models.adapter import (
 )
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_loaded, check_supported, check_vocabulary, probe
-from grade.models.sharding import any_process, shard_base, whole
+from grade.models.gather import whole
+from grade.models.sharding import any_process, shard_base
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from grade.models.sharding import whole
+from grade.models.gather import whole
 
 CHUNK_ROWS = 64
 """Most rows of logits that exist at once. A number of rows, not of chunks, so that the peak does not grow with N."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from grade.errors import InputError, reading
-from grade.files import hashed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -248,16 +246,6 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     starts = range(len(whole) - len(plain) + 1)
     start = next(i for i in starts if whole[i : i + len(plain)] == plain)
     return whole[:start], whole[start + len(plain) :]
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of how a tokenizer turns text into ids and back: vocabulary, rules, special tokens."""
-    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    for passing in ("truncation", "padding"):  # of the last call
-        rules.pop(passing, None)
-    about = [rules, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}]
-    about.append(getattr(tokenizer, "clean_up_tokenization_spaces", None))
-    return hashed(*about)
 
 
 def position_ids(mask: Tensor) -> Tensor:

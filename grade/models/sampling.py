@@ -9,10 +9,6 @@ at a time, the same product streams the weight at about twice the speed (float32
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +16,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from grade.config import check_bytes
 from grade.errors import InputError
-from grade.models.backbone import Backbone
 from grade.models.noise import Draw, gumbel_noise
+from grade.models.policy import Policy
 from grade.models.prompts import PromptBatch
 
 BLOCK = 256
 """Tokens in a block of `draw`: about the square root of a vocabulary."""
 SKINNY_COLUMNS, SKINNY_ROWS = 4, 8
 """Columns of a skinny product, and most rows of inputs for which a layer is computed so."""
-KEPT = 6
-"""States of a token that a layer keeps for its gradient: half of what is traced for SmolLM2 and the tiny model."""
 SKINNY_DEVICES: tuple[str, ...] = ("cpu",)
 """Devices where this is done; the memory tracer adds meta when it traces for a CPU."""
 
@@ -92,7 +85,7 @@ def is_eos(ids: Tensor, eos: tuple[int, ...]) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    backbone: Backbone,
+    backbone: Policy,
     prompts: PromptBatch,
     max_new_tokens: int,
     generator: torch.Generator | Draw,
@@ -172,41 +165,17 @@ def _check_logits(largest: Tensor, alive: Tensor) -> None:
         raise InputError("logits", rows, "a model and an adapter whose logits are finite")
 
 
-def check_length(backbone: Backbone, length: int) -> None:
+def check_length(backbone: Policy, length: int) -> None:
     """Reject sequences of prompt and completion that are longer than the model's context, in tokens."""
     if length > backbone.max_positions:
         allowed = f"at most {backbone.max_positions} (the model's context)"
         raise InputError("tokens of a prompt and its completion", length, allowed)
 
 
-def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0, teacher: Any = None) -> None:
-    """Refuse sizes of a batch, rows and tokens, that this machine has no memory for beside the weights.
-
-    ``teacher``: another model that is held. Estimated from below: one layer's state of each token, and for the token
-    that is drawn logits, scaled logits, noise; for a gradient `KEPT` states in each adapted layer, of a share ``kept``
-    of the rows.
-    """
-    if backbone.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(backbone.device).total_memory
-    elif backbone.device.type == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        return
-    rows, tokens = sizes.values()
-    named = backbone.peft.named_parameters() if backbone.peft else ()
-    layers = {number for name, p in named if p.requires_grad for number in re.findall(r"\.(\d+)\.", name)[:1]}
-    states = max(1, int(KEPT * kept * len(layers)))
-    each = states * backbone.hidden_size * backbone.dtype.itemsize + 3 * 4 * backbone.vocab_size // tokens
-    models = [backbone.model] if teacher is None else [backbone.model, teacher]
-    # A teacher's may be the policy's; those on the meta device have no address.
-    held = {p.data_ptr() or id(p): p.nbytes for model in models for p in model.parameters()}
-    check_bytes(sizes, each, max(1, memory - sum(held.values())))
-
-
 class Decoder:
     """Decoding, one position at a time, on a key-value cache."""
 
-    def __init__(self, backbone: Backbone, prompts: PromptBatch) -> None:
+    def __init__(self, backbone: Policy, prompts: PromptBatch) -> None:
         self.backbone, self.mask, self.cache = backbone, prompts.mask, backbone.new_cache()
         self.last = backbone.decode(backbone.embed(prompts.ids), self.mask, self.cache)[:, -1]
 
@@ -220,7 +189,7 @@ class Decoder:
         self.last = self.backbone.decode(embeds.unsqueeze(1), self.mask, self.cache)[:, 0]
 
 
-def _shared_decoder(backbone: Backbone, prompts: PromptBatch) -> Decoder:
+def _shared_decoder(backbone: Policy, prompts: PromptBatch) -> Decoder:
     """A decoder with a row for each prompt that reads equal prompts in a row once."""
     keys = torch.cat([prompts.ids * prompts.mask, prompts.mask], 1)
     _, place = torch.unique_consecutive(keys, return_inverse=True, dim=0)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.models.backbone import Backbone
 from grade.models.head import kl_divergence, token_logps
+from grade.models.policy import Policy
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows, is_eos
 
@@ -26,7 +26,7 @@ def check_shapes(prompts: PromptBatch, ids: Tensor, mask: Tensor) -> None:
         raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(prompts)}, T] with T >= 1")
 
 
-def predicting_hidden(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
+def predicting_hidden(backbone: Policy, prompts: PromptBatch, ids: Tensor) -> Tensor:
     """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
     mask = prompts.mask_with(ids.shape[1] - 1)
@@ -34,7 +34,7 @@ def predicting_hidden(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> 
 
 
 def completion_logps(
-    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int = 0
+    backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int = 0
 ) -> Tensor:
     """Log-probability of each token of completions [B, T] in nats, 0 where masked; from one pass of the policy.
 
@@ -45,7 +45,7 @@ def completion_logps(
     return hidden_logps(backbone, predicting_hidden(backbone, prompts, ids), ids, mask, min_new_tokens)
 
 
-def hidden_logps(backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, min_new_tokens: int = 0) -> Tensor:
+def hidden_logps(backbone: Policy, hidden: Tensor, ids: Tensor, mask: Tensor, min_new_tokens: int = 0) -> Tensor:
     """`completion_logps` from the hidden states [B, T, D] of `predicting_hidden`."""
     rows, eos, early = hidden.flatten(0, 1), backbone.eos_token_ids, early_rows(mask, min_new_tokens)
     if early is not None and (is_eos(ids, eos) & early.view(ids.shape) & mask.bool()).any():
@@ -53,7 +53,7 @@ def hidden_logps(backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, 
     return token_logps(backbone.head, rows, ids.flatten(), eos, early).view(mask.shape) * mask
 
 
-def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:
+def token_kl(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:
     """Exact full-vocabulary KL(policy || reference) at each token [B, T] in nats, 0 where masked.
 
     From hidden states [B, T, D] of `predicting_hidden`; the reference's are constants.
@@ -62,7 +62,7 @@ def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tenso
 
 
 @torch.no_grad()
-def sequence_kl(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+def sequence_kl(backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
     """`token_kl` of completions [B, T], from a pass of the policy and one of the reference."""
     hidden = predicting_hidden(backbone, prompts, ids)
     with backbone.reference():
@@ -78,7 +78,7 @@ def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def pooled_states(
-    backbone: Backbone, prompts: PromptBatch, embeds: Tensor, mask: Tensor, depths: Sequence[int]
+    backbone: Policy, prompts: PromptBatch, embeds: Tensor, mask: Tensor, depths: Sequence[int]
 ) -> dict[int, Tensor]:
     """The base's hidden states after each of these layers along embedded completions [B, T, D], pooled to [B, D].
 

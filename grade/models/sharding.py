@@ -119,15 +119,6 @@ class ShardedTable(Tensor):
         return self._shards.rows
 
 
-@contextlib.contextmanager
-def whole(*tables: Tensor) -> Iterator[None]:
-    """Within this context all rows of those tables that are sharded are here: gathered once for many operators."""
-    with contextlib.ExitStack() as stack:
-        for shards in {id(t._shards): t._shards for t in tables if isinstance(t, ShardedTable)}.values():
-            stack.enter_context(shards.all())
-        yield
-
-
 def any_process(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a flag is set on any process. A collective operation."""
     if group.size() == 1 or dist.get_backend(group) == "fake":  # a trace has no other processes

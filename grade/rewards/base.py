@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError, reading
-from grade.files import hashed
 from grade.models.head import EmbeddingTable
-from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch
-from grade.rewards.identity import identity
 
 if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
+    from grade.models.policy import Policy
 
 RewardScope = Literal["prompt_and_completion", "completion"]
 
@@ -47,7 +44,7 @@ class Reward:
     last: Any = None
 
     @torch.no_grad()
-    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    def score(self, policy: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards of hard completions, without gradient.
 
         Args:
@@ -63,7 +60,7 @@ class Reward:
         text, text_mask = scored_text(self.scope, prompts, embed(prompts.ids), embed(ids), mask)
         return self.differentiable(text, text_mask)
 
-    def fingerprint(self, policy: Backbone) -> str | None:
+    def fingerprint(self, policy: Policy) -> str | None:
         """Hash of all that the values depend on besides the text, so that a text is scored once and for all.
 
         None, as here, where that is unknown: then scores are not kept.
@@ -98,13 +95,6 @@ class EmbeddingReward(Reward):
         """Rewards [B] of embeddings [B, L, D] with mask [B, L]."""
         with reading(f"reward {self.name!r}", type(self.function).__name__, "a function of embeddings and mask"):
             return self.function(embeds, mask)
-
-    def fingerprint(self, policy: Backbone) -> str | None:
-        """Of the function, a module's weights among it, and of the base whose embeddings it reads."""
-        known, base = identity(self.function), getattr(self.function, "backbone", policy)
-        if known is None or self.reads is not None:
-            return None
-        return hashed(known, self.scope, fingerprint(base.embedding if self.kind == "bag" else base.model))
 
 
 def check_values(reward: Reward, values: Any, rows: int, gradient: bool = False) -> Tensor:

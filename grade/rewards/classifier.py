@@ -33,7 +33,8 @@ from grade.files import hashed, require_source
 from grade.models.backbone import errors_only
 from grade.models.compatibility import check_tokens
 from grade.models.head import EmbeddingTable, wide
-from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens, tokenizer_hash
+from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens
+from grade.models.tokenizer import tokenizer_hash
 from grade.rewards.base import Reward, RewardScope
 from grade.rewards.functions import Message, Texts, beginning, decode_texts
 from grade.rewards.identity import weights_hash

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from grade.errors import is_users
 from grade.files import hashed, sha256_of
+from grade.models.parameters import fingerprint
+from grade.rewards.base import EmbeddingReward, Reward
 
 _PLAIN = (bool, int, float, str, bytes, re.Pattern, torch.dtype, type(None))
 
@@ -158,3 +160,13 @@ def _files_of(module: str, roots: list[str]) -> Iterator[Path]:
         if spec.submodule_search_locations is None:
             return
         places = list(spec.submodule_search_locations)
+
+
+def fingerprint_of(reward: Reward, policy: Any) -> str | None:
+    """A reward's fingerprint; of a function of embeddings that of the function, a module's weights among it, and base."""
+    if not isinstance(reward, EmbeddingReward):
+        return reward.fingerprint(policy)
+    known, base = identity(reward.function), getattr(reward.function, "backbone", policy)
+    if known is None or reward.reads is not None:
+        return None
+    return hashed(known, reward.scope, fingerprint(base.embedding if reward.kind == "bag" else base.model))

@@ -40,6 +40,7 @@ from grade.models.teacher import Teacher
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
 from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
 from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
+from grade.rewards.identity import fingerprint_of
 from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Rewards(Reward):
 
     def fingerprint(self, policy: Backbone) -> str | None:
         """Of all parts with their weights."""
-        parts = [part.fingerprint(policy) for part in self.parts]
+        parts = [fingerprint_of(part, policy) for part in self.parts]
         return None if None in parts else hashed(parts, self.weights, str(self.dtype))
 
     def combine(self, values: Sequence[Tensor]) -> Tensor:

@@ -73,6 +73,7 @@ from grade.files import (
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
+from grade.gradients.engines import make_engine
 from grade.gradients.losses import importance_weights
 from grade.gradients.methods import AUTO, DISTILLED, HINTED, OFFLINE, OPTIONS, RELAXED, TEACHER, check_teacher, reads
 from grade.gradients.objective import GradientStep, Objective
@@ -84,16 +85,16 @@ from grade.gradients.policy_gradient import (
     StepContext,
     scored_rewards,
 )
-from grade.gradients.replay import make_engine
 from grade.gradients.teacher import TeacherGradient
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE, restore_adapter, standing, write_fingerprint
 from grade.models.head import wide
 from grade.models.parameters import restoring, set_values
-from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, of_columns, tokenizer_hash
+from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, of_columns
+from grade.models.room import check_room
 from grade.models.samplers import LOCAL, make_sampler, seed_of
-from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps, sequence_kl
 from grade.models.teacher import SIBLING, Teacher, make_teacher, names_sibling
+from grade.models.tokenizer import tokenizer_hash
 from grade.rewards.functions import GIVEN
 from grade.rewards.rewards import beside, make_rewards
 from grade.training.card import model_card

@@ -37,11 +37,11 @@ from grade.gradients.distilled.ridge import PENALTIES, Choice, calibrated
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import scored_rewards
 from grade.models.backbone import Backbone
+from grade.models.gather import whole
 from grade.models.head import chunk_rows
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import draw, forbid_eos, is_eos
 from grade.models.scoring import predicting_hidden
-from grade.models.sharding import whole
 
 MOST = 2**15
 """Substitutions that are kept."""

@@ -1,0 +1,20 @@
+"""Engines by name."""
+
+from functools import partial
+
+from grade.gradients.methods import EngineName
+from grade.gradients.objective import Engine
+from grade.gradients.replay import replay
+from grade.gradients.unrolled import checkpointed, unrolled
+
+
+def make_engine(
+    name: EngineName, hops: int = 2, tolerance: float = 0.0, gradient_checkpointing: bool = False
+) -> Engine:
+    """The engine of that name; the options are those of `replay` alone.
+
+    All have the same signature and compute the same gradient: the same seed gives the same noise, tokens and loss.
+    """
+    if name == "replay":
+        return partial(replay, hops=hops, tolerance=tolerance, gradient_checkpointing=gradient_checkpointing)
+    return {"checkpointed": checkpointed, "unrolled": unrolled}[name]
