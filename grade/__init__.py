@@ -30,7 +30,7 @@ _PUBLIC = {
     "unrolled": "grade.gradients.unrolled",
     "checkpointed": "grade.gradients.unrolled",
     # a training run
-    "GradeTrainer": "grade.training.trainer",
+    "GradeTrainer": "grade.training.loop",
     "GradeConfig": "grade.training.config",
     "TrainConfig": "grade.training.config",
     "train": "grade.training.run",
