@@ -31,7 +31,6 @@ from transformers.utils import logging
 from grade.errors import InputError, file_error, reading
 from grade.files import hashed, require_source
 from grade.models.backbone import errors_only
-from grade.models.compatibility import check_tokens
 from grade.models.head import EmbeddingTable, wide
 from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens
 from grade.models.tokenizer import tokenizer_hash
@@ -76,8 +75,6 @@ class TextClassifier(Reward):
             allowed = f"one of {', '.join(labels)}, as in hf:{name}@{next(iter(labels))}"
             raise InputError(f"reward {name!r}: label", label, allowed)
         self.column = labels.get(label, 0)
-        with contextlib.suppress(NotImplementedError):  # no table: CANINE's characters
-            check_tokens(tokenizer, len(model.get_input_embeddings().weight), f"reward {name!r}: ")
 
     @property
     def limit(self) -> int:
@@ -244,8 +241,8 @@ def _checked_side(model: PreTrainedModel, table: EmbeddingTable, tokens: int, na
     ids = torch.arange(tokens - 1, tokens - 17, -1, device=model.device).remainder(tokens).view(2, 8)
     mask = torch.ones_like(ids)
     mask[0, :2], mask[1, 5:] = 0, 0
-    # Relative error: far above rounding, far below what a wrong position does.
-    reason, tolerance = "logits that differ", 1e-4 if table.weight.dtype.itemsize >= 4 else 1e-2
+    # Relative error: far above rounding (TF32 1e-3, bfloat16 2e-2 with BERT), far below a wrong position's 0.66.
+    reason, tolerance = "logits that differ", 1e-2 if table.weight.dtype.itemsize >= 4 else 0.1
     with _any_batch(model):
         for left in (False, True):
             try:
