@@ -263,8 +263,6 @@ def test_a_row_of_training_from_scored_text_is_the_metrics(label, subject):
 H100 = {
     "Qwen3-4B: three engines, seven other methods": ("memory", "qwen3", ("traced", "predicted", "reserved")),
     "SmolLM2: float32, autocast, all weights, eager attention": ("memory", "smol", ("traced", "predicted", "reserved")),
-    "TRL's, Qwen2.5-1.5B: GRPO, SFT, DPO; LoRA or all weights": ("trl", "qwen2.5", ("traced",)),
-    "TRL's, SmolLM2: the same": ("trl", "smollm2", ("traced",)),
 }
 
 

@@ -57,8 +57,6 @@ def _within(seconds: float) -> Iterator[None]:
 
 @command(
     "memory",
-    option("--trl", nargs="+", metavar="FILE",
-           help="a run of TRL's instead: [grpo|sft|dpo] and its YAML or Python file"),
     option("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most"),
     option("--overhead", metavar="SIZE",
            help="what a trace leaves out, added (default: 605MiB, as on an H100, with --fits on cuda; else 0)"),
@@ -85,7 +83,7 @@ def _memory(args: argparse.Namespace) -> None:
     overhead = BEYOND_TRACE if budget is not None and args.device == "cuda" else 0
     if args.overhead is not None:
         overhead = 0 if args.overhead == "0" else plan.parse_bytes(args.overhead, "overhead")
-    run, notes, counts = trace, [], plan.GPUS if args.gpus == 1 else (args.gpus,)
+    counts = plan.GPUS if args.gpus == 1 else (args.gpus,)
     with progress(None, "steps traced") as bar, _within(args.patience), contextlib.ExitStack() as after:
         gc.disable()  # searching for garbage takes a tenth of a trace's time, and finds little
         after.callback(gc.enable)
@@ -94,22 +92,14 @@ def _memory(args: argparse.Namespace) -> None:
         def known(step: Any, gpus: int, way: plan.Way) -> Trace:
             bar.set_postfix_str(f"{step.method} B={step.batch_size} T={step.max_new_tokens}")
             several = {} if gpus == 1 else dict(processes=gpus, sharding=way)
-            traced = run(step, device=args.device, all_layers=args.all_layers, **several)
+            traced = trace(step, device=args.device, all_layers=args.all_layers, **several)
             bar.update()
             return traced
 
         def tracer(step: Any, gpus: int = args.gpus, way: plan.Way = args.shard) -> Trace:
             return known(step, gpus, "none" if gpus == 1 else way)
 
-        if args.trl:
-            from grade.memory.trl import load_trl, trace_trl
-
-            if args.gpus != 1:
-                raise InputError("--gpus", args.gpus, "1 with --trl")
-            config, notes = load_trl(args.trl, values)
-            run, counts, replayed = trace_trl, (1,), False
-            overhead += round(config.vllm_share * (budget or 0))
-        elif values.get("method") == ALL:
+        if values.get("method") == ALL:
             if args.fits is not None:
                 raise InputError("fits", args.fits, f"none with --method {ALL}: a budget is for one method")
             rows = plan.compare_methods(plan.every_method(values), tracer)
@@ -122,13 +112,12 @@ def _memory(args: argparse.Namespace) -> None:
         more, traced = {}, tracer(config)
         if budget is not None:
             more["ways"] = plan.ways_to_run(config, budget - overhead, tracer, counts)
-            fits = plan.plan(config, budget, overhead, tracer=tracer)
-            more["fits"] = [plan.Fit(*config.named(f.quantity, f.value), f.peak) for f in fits] if args.trl else fits
+            more["fits"] = plan.plan(config, budget, overhead, tracer=tracer)
             more["changes"] = plan.single_changes(config, traced, tracer)
         if replayed and args.device == "cuda":
             more["reserved"] = reserved_by(config, args.gpus, args.shard)
     data = report(config, traced, gpus=args.gpus, overhead=overhead, **more)
     if args.json:
-        print(json.dumps(data | ({"notes": notes} if args.trl else {}), indent=1))
+        print(json.dumps(data, indent=1))
     else:
-        print(text(config.headline, data, budget), *(["", *notes] if args.trl else []), sep="\n")
+        print(text(config.headline, data, budget))

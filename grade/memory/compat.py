@@ -28,7 +28,6 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # noqa: F401 - collective operations on meta
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -97,27 +96,23 @@ class _SmallBags(DispatchMode):
 
 
 @contextlib.contextmanager
-def kernels_of(device: Device, fakes: bool = False) -> Iterator[None]:
-    """Within this context a step on tensors without data uses the kernels of ``device``.
+def kernels_of(device: Device) -> Iterator[None]:
+    """Within this context a step on ``meta`` uses the kernels of ``device``.
 
-    With ``fakes`` also the attention of fake tensors, in autocast's type, with masks that are real. Without, torch
-    chooses for them as on a CPU.
+    For fake tensors torch chooses as on a CPU.
     """
     attention = F.scaled_dot_product_attention
 
     def on_meta_too(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (query.is_meta or (fakes and isinstance(query, FakeTensor))):
+        if not query.is_meta:
             return attention(query, *args, **kwargs)
-        if fakes and torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            query, args = query.to(dtype), (args[0].to(dtype), args[1].to(dtype), *args[2:])
         return _fused_attention(device, query, *args, **kwargs)
 
     with (
         patch.object(sampling, "SKINNY_DEVICES", ("cpu", "meta") if device == "cpu" else ()),
         patch.object(F, "scaled_dot_product_attention", on_meta_too),
         patch.object(torch, "Generator", _Generator),
-        contextlib.nullcontext() if fakes else patch.object(masking_utils, "is_tracing", lambda *_: True),
+        patch.object(masking_utils, "is_tracing", lambda *_: True),
         _SmallBags() if device == "cpu" else contextlib.nullcontext(),
     ):
         yield

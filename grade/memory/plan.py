@@ -288,11 +288,8 @@ def _gpu_seconds(step: TracedConfig, base: Trace, flops: int, received: int, bat
     return flops / ARITHMETIC + (tokens * weights / BANDWIDTH + received / LINK) / batch
 
 
-def single_changes(config: Any, base: Trace, tracer: Callable[[Any], Trace] = trace) -> list[Change]:
-    """Single changes of a step with trace ``base`` that save memory, the largest saving first.
-
-    Of its ``options``, and of TRL's steps as of ours.
-    """
+def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig], Trace] = trace) -> list[Change]:
+    """Single changes of a step with trace ``base`` that save memory, the largest saving first."""
     changes = []
     for name, update in config.options().items():
         try:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
 from torch.utils.flop_counter import flop_registry
 
 from grade.memory.tracker import MemoryTracker, storage_of
@@ -66,21 +63,12 @@ def _operations(count: Callable[..., int], args: Sequence[Any], kwargs: Mapping[
         return count(*repeated, **kwargs, out_val=result)
 
 
-def _of_the_engine(caller: FrameType) -> bool:
-    """Whether autograd itself calls an operator, and no code in Python."""
-    return caller.f_code is _engine_run_backward.__code__
-
-
 class LiveTracker(MemoryTracker):
-    """`MemoryTracker` with records; with ``device`` only of tensors on this type of device.
+    """`MemoryTracker` with records; with ``device`` only of tensors on this type of device."""
 
-    Of a tensor that is used twice, such as a table that is also the head, autograd adds the gradients in place, but not
-    while a mode watches or tensors are fake. With ``sums_in_place`` it does so here too.
-    """
-
-    def __init__(self, round_to: int = 512, device: str | None = None, sums_in_place: bool = False) -> None:
+    def __init__(self, round_to: int = 512, device: str | None = None) -> None:
         super().__init__(round_to)
-        self.device, self.sums_in_place = device, sums_in_place
+        self.device = device
         self.records: list[StorageRecord] = []  # every storage that was counted, in order of allocation
         self.flops = 0  # of products, convolutions and attention, by torch's own formulas (2 n k m for a product)
         self.received = 0  # bytes from other processes; of a sum over W processes 2 (W - 1) / W of its size
@@ -186,8 +174,6 @@ class LiveTracker(MemoryTracker):
             return NotImplemented  # it gathers its rows first, which is then seen
         if func.namespace == "c10d":
             self.received += _received(func, args)
-        if self.sums_in_place and func is torch.ops.aten.add.Tensor and _of_the_engine(sys._getframe(1)):
-            func = torch.ops.aten.add_.Tensor
         outer, self._op = self._op, func.overloadpacket.__name__
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -47,8 +47,6 @@ def require_device(device: Device) -> None:
         raise InputError("device", device, "cpu: this machine has no CUDA device")
 
 
-TrlName = Literal["grpo", "sft", "dpo"]
-"""Trainers of TRL's that are traced, by the names of its command line."""
 Sharding = Literal["fsdp2", "ddp"]
 """How processes share a base: each has a part, or each has a copy."""
 CLASSIFIER = "hf:"
