@@ -131,7 +131,7 @@ def _as_in_training(name: str, default: Any = ...) -> Any:
 class StepConfig(TracedConfig):
     """A step of any training method: relaxed ones with any engine, and policy gradients."""
 
-    method: MethodName = Field("ste", description="training method; all: each of them, in a table")
+    method: MethodName = Field("ste", description="training method")
     engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
     hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
     support: Support = _as_in_training("support")

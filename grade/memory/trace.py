@@ -4,8 +4,8 @@ The trainers' own step runs on meta tensors, which have shapes and types but no 
 prediction therefore follows the code: how many bytes are alive at the peak, what they are for, in which phase, and
 which modules made the largest tensors.
 
-Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation
-(`grade.memory.allocator`), the CUDA context, cuBLAS and cuDNN workspaces.
+Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation, the
+CUDA context, cuBLAS and cuDNN workspaces.
 
 Layers repeat, so live bytes at the same point of the step are linear in the number of repetitions. A deep model is
 traced with few layers (`few_layers`) and each allocation site's peak is extrapolated; the largest is the peak. Tests
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from grade.config import allowed_names
 from grade.errors import InputError, reading
@@ -222,12 +222,12 @@ def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
+def few_passes(new_tokens: int) -> Iterator[None]:
     """Within this context a decoder runs the model for the first two and the last two of T tokens that it is fed.
 
     Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates the
     same, with one more position in the key-value cache. So no pass needs more than the last one, and of those between
-    nothing is allocated but the cache: at once, or with ``growing`` token by token, as an allocator sees it. The rest
+    nothing is allocated but the cache, at once. The rest
     of the sampling loop runs for every token: logits, noise, the support, the lists that hold them. A pass takes the
     same number of operations and bytes received more than the one before it, so their sum follows from the second and
     the last but one. Live bytes over the step have fewer points. Caches with a sliding window decode every token.
@@ -243,8 +243,8 @@ def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
         if skipped < 1 or watcher is None or any(type(layer) is not DynamicLayer for layer in self.cache.layers):
             original(self, embeds)
         elif AT_EACH_END < number < last_ones:
-            if growing or number == last_ones - 1:
-                _grow(self, 1 if growing else skipped)
+            if number == last_ones - 1:
+                _grow(self, skipped)
         else:
             before = watcher.flops, watcher.received
             original(self, embeds)
@@ -262,17 +262,12 @@ def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
 def _grow(decoder: Decoder, positions: int) -> None:
     """More positions in the mask and in the cache."""
     decoder.mask = torch.cat([decoder.mask, decoder.mask.new_ones(len(decoder.mask), positions)], 1)
-    for grown in grow_cache(decoder.cache, positions):
-        decoder.backbone._watcher.tag([grown], "kv cache")
-
-
-def grow_cache(cache: Cache, positions: int) -> Iterator[Tensor]:
-    """Add positions to a key-value cache, one tensor after the other."""
-    for layer in cache.layers:
+    for layer in decoder.cache.layers:
         for name in ("keys", "values"):
             old = getattr(layer, name)
-            setattr(layer, name, torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2))
-            yield getattr(layer, name)
+            grown = torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2)
+            decoder.backbone._watcher.tag([grown], "kv cache")
+            setattr(layer, name, grown)
 
 
 def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:

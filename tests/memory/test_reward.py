@@ -8,7 +8,6 @@ from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, PreTra
 from grade.errors import InputError
 from grade.experiments.bench import measure
 from grade.memory.models import TINY
-from grade.memory.plan import plan, single_changes
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
@@ -123,14 +122,6 @@ def test_the_reward_s_layers_are_traced_whole_and_the_policy_s_extrapolated(meth
     full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
     assert (full.traced_layers, short.traced_layers) == (6, 3)
     assert short.peak == pytest.approx(full.peak, rel=0.005) and short.flops == full.flops
-
-
-def test_a_plan_stops_at_the_reward_s_context(rewards):
-    config = StepConfig(**STEP, method="reinforce", reward=rewards("bert"))
-    (fit,) = plan(config, 2**40, quantities=("max_new_tokens",))
-    assert fit.value == CONTEXT - 4
-    changes = {c.name for c in single_changes(config, trace(config))}
-    assert "reward on the embedding table" in changes
 
 
 @pytest.mark.parametrize(

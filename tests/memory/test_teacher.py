@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
 from grade.errors import InputError
 from grade.experiments.teachers.measure.traces import traces_table
 from grade.memory.models import TINY, build_backbone, model_config
-from grade.memory.plan import every_method, plan, single_changes
 from grade.memory.records import LiveTracker
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
@@ -145,17 +144,6 @@ def test_its_layers_are_traced_whole_and_the_policy_s_extrapolated(method, name,
     full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
     assert (full.traced_layers, short.traced_layers) == (6, 3)
     assert short.peak == pytest.approx(full.peak, rel=0.005) and short.flops == full.flops
-
-
-def test_a_plan_has_it_too(saved):
-    config = StepConfig(**STEP, method="teacher", teacher=saved("teacher"), teacher_context_tokens=CONTEXT)
-    (fit,) = plan(config, 2**40, quantities=("max_new_tokens",))
-    assert fit.value == 64 - P - CONTEXT  # what the teacher can read
-    base = trace(config)
-    (change,) = [each for each in single_changes(config, base) if each.name == "bfloat16 teacher"]
-    assert change.saved > 0
-    steps = {s.method: s for s in every_method({"model": "tiny", "teacher": "base", "teacher_beta": 0.5})}
-    assert steps["ste"].teacher is None and steps["rloo"].teacher == "base" and steps["rloo"].teacher_beta == 0.5
 
 
 @pytest.mark.parametrize(
