@@ -22,12 +22,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from grade.memory.tracker import DispatchMode, tensors_in
-from grade.models.sharding import ShardedTable
 
 FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """What fake tensors raise where a value is needed."""
-_COMMUNICATION = ("c10d", "fsdp")
-"""Namespaces of operators that do more than their outputs show: never cached."""
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
 
@@ -45,10 +42,6 @@ class NoData(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
-        if func.namespace in _COMMUNICATION:
-            return func(*args, **kwargs)
-        if ShardedTable in types:
-            return NotImplemented  # it gathers its rows first
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:
                 return True

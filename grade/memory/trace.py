@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 from unittest.mock import patch
 
 import torch
@@ -30,13 +29,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from grade.config import allowed_names
 from grade.errors import InputError, reading
-from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
+from grade.memory.compat import kernels_of
 from grade.memory.meta import FAKE_ERRORS, NoData
 from grade.memory.models import layer_kinds, model_config, with_layers
-from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
-from grade.memory.settings import Device, Sharding, TracedConfig
+from grade.memory.records import CATEGORIES, Category, LiveTracker
+from grade.memory.settings import Device, TracedConfig
 from grade.memory.step import Step, build, make_step
 from grade.models.base import FrozenBase
 from grade.models.sampling import Decoder
@@ -71,7 +69,6 @@ class Trace:
     traced_layers: int  # layers that were traced; fewer than ``layers`` if extrapolated
     flops: int  # floating point operations of the step's products and attention
     seconds: float  # wall time of the trace
-    received: int = 0  # bytes that reach this process from others in the step
 
     @property
     def peak_phase(self) -> str:
@@ -99,10 +96,7 @@ class Trace:
         return self.peak - self.fixed_bytes
 
 
-def trace(
-    config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False, processes: int = 1,
-    sharding: Sharding = "fsdp2",
-) -> Trace:  # fmt: skip
+def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False) -> Trace:
     """Trace one optimizer step.
 
     Args:
@@ -110,8 +104,6 @@ def trace(
         device: Where it would run; on a CPU, float32 sampling uses another product for few rows.
         all_layers: Trace every layer, without extrapolation, and every pass that samples, not only the first and the
             last ones: the same peaks, and a timeline of the whole step.
-        processes: Processes that train together, each with the batch of ``config``; the first one is traced.
-        sharding: How they share the base.
 
     Returns:
         The trace.
@@ -120,11 +112,8 @@ def trace(
         InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
             message names the line).
     """
-    for name, value, kind in (("device", device, Device), ("sharding", sharding, Sharding)):
-        if value not in get_args(kind):
-            raise InputError(name, str(value), allowed_names(value, get_args(kind)))
     with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
-        return extrapolated(config.model, all_layers, lambda m: trace_layers(config, m, device, processes, sharding))
+        return extrapolated(config.model, all_layers, lambda m: trace_layers(config, m, device))
 
 
 def extrapolated(name: str, all_layers: bool, tracked: Callable[[PretrainedConfig], LiveTracker]) -> Trace:
@@ -161,17 +150,13 @@ def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> L
     for category, tensors in step.existing().items():
         tracker.track_existing(tensors)
         tracker.tag(tensors, category)
-    with gathers_seen(tracker), tracker, tracker.naming(step.backbone):
+    with tracker, tracker.naming(step.backbone):
         step.run(tracker)
     return tracker
 
 
-def trace_layers(
-    config: TracedConfig, model: PretrainedConfig, device: Device, processes: int = 1, sharding: Sharding = "fsdp2"
-) -> LiveTracker:
+def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
     """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
-    if processes > 1 and config.adapter == "full" and sharding == "fsdp2":
-        raise InputError("adapter", "full", "lora: only a frozen base is divided among processes")
     backbone, others = build(config, model)
     mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # CPU tensors take no GPU memory
     if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
@@ -179,9 +164,7 @@ def trace_layers(
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         to_fake(mode, backbone, *others)
     try:
-        with mode, NoData(), kernels_of(device), alone_among(processes):
-            if processes > 1 and sharding == "fsdp2":
-                divide(backbone)
+        with mode, NoData(), kernels_of(device):
             try:
                 return run_tracked(make_step(config, backbone, others), device=counted)
             except Exception:
@@ -225,12 +208,12 @@ def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
 def few_passes(new_tokens: int) -> Iterator[None]:
     """Within this context a decoder runs the model for the first two and the last two of T tokens that it is fed.
 
-    Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates the
-    same, with one more position in the key-value cache. So no pass needs more than the last one, and of those between
-    nothing is allocated but the cache, at once. The rest
-    of the sampling loop runs for every token: logits, noise, the support, the lists that hold them. A pass takes the
-    same number of operations and bytes received more than the one before it, so their sum follows from the second and
-    the last but one. Live bytes over the step have fewer points. Caches with a sliding window decode every token.
+    Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates
+    the same, with one more position in the key-value cache. So no pass needs more than the last one, and of those
+    between nothing is allocated but the cache, at once. The rest of the sampling loop runs for every token: logits,
+    noise, the support, the lists that hold them. A pass takes the same number of operations more than the one
+    before it, so their sum follows from the second and the last but one. Live bytes over the step have fewer
+    points. Caches with a sliding window decode every token.
     """
     passes = new_tokens - 1  # the last token is not fed
     last_ones = passes - AT_EACH_END + 1
@@ -246,14 +229,13 @@ def few_passes(new_tokens: int) -> Iterator[None]:
             if number == last_ones - 1:
                 _grow(self, skipped)
         else:
-            before = watcher.flops, watcher.received
+            before = watcher.flops
             original(self, embeds)
-            cost = watcher.flops - before[0], watcher.received - before[1]
+            flops = watcher.flops - before
             if number == AT_EACH_END:
-                self.cost = cost
+                self.flops = flops
             elif number == last_ones:
-                watcher.flops += skipped * (self.cost[0] + cost[0]) // 2
-                watcher.received += skipped * (self.cost[1] + cost[1]) // 2
+                watcher.flops += skipped * (self.flops + flops) // 2
 
     with patch.object(Decoder, "advance", advance):
         yield
@@ -287,13 +269,12 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
             if peak > highest.get(key[0], (-1,))[0]:
                 highest[key[0]] = (peak, key)
     phases = {}
-    categories = (*CATEGORIES, *(SHARDED if any(record.tag in SHARDED for record in last.records) else ()))
     for name, (_, key) in highest.items():
         parts = [Counter[str]() for _ in trackers]
         for tracker, site, count in zip(trackers, sites, parts, strict=True):
             for record in tracker.alive_at(site[key].birth):
                 count[tracker.category(record, vocab)] += record.nbytes
-        phases[name] = {c: at(*(count[c] for count in parts)) for c in categories}
+        phases[name] = {c: at(*(count[c] for count in parts)) for c in CATEGORIES}
     _, key = max(highest.values(), key=lambda site: site[0])
     made = [r for r in last.alive_at(sites[-1][key].birth) if last.category(r, vocab) not in FIXED]
     largest = [
@@ -302,5 +283,5 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
         for r in sorted(made, key=lambda r: -r.nbytes)[:10]
     ]  # fmt: skip
     timeline = [(r.phase, r.live) for r in last.records if r.op != "existing"]
-    flops, received = (at(*(getattr(t, name) for t in trackers)) for name in ("flops", "received"))
-    return Trace(phases, largest, timeline, layers, traced[-1], flops, seconds, received)
+    flops = at(*(tracker.flops for tracker in trackers))
+    return Trace(phases, largest, timeline, layers, traced[-1], flops, seconds)
