@@ -40,6 +40,7 @@ _PUBLIC = {
     # the memory of a step
     "StepConfig": "grade.memory.settings",
     "trace": "grade.memory.trace",
+    "trace_callable": "grade.memory.trace",
     "largest_batch": "grade.memory.plan",
     "parse_bytes": "grade.memory.plan",
     "MemoryTracker": "grade.memory.tracker",

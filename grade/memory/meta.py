@@ -15,16 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 
 from grade.memory.tracker import DispatchMode, tensors_in
 
-FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What fake tensors raise where a value is needed."""
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
 

@@ -15,12 +15,11 @@ compare this with full traces, and those with real steps.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -29,13 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from grade.errors import InputError, reading
 from grade.memory.compat import kernels_of
-from grade.memory.meta import FAKE_ERRORS, NoData
+from grade.memory.meta import NoData
 from grade.memory.models import layer_kinds, model_config, with_layers
 from grade.memory.records import CATEGORIES, Category, LiveTracker
 from grade.memory.settings import Device, TracedConfig
-from grade.memory.step import Step, build, make_step
+from grade.memory.step import Step, build, make_step, states_of
 from grade.models.base import FrozenBase
 from grade.models.sampling import Decoder
 
@@ -109,20 +107,60 @@ def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = F
         The trace.
 
     Raises:
-        InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
-            message names the line).
+        InputError: For an unknown model, or more tokens than it can read.
     """
-    with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
-        return extrapolated(config.model, all_layers, lambda m: trace_layers(config, m, device))
-
-
-def extrapolated(name: str, all_layers: bool, tracked: Callable[[PretrainedConfig], LiveTracker]) -> Trace:
-    """The trace of a model from those of all its layers, or of few, by a function that traces a model."""
-    start, model = time.perf_counter(), model_config(name)
+    start, model = time.perf_counter(), model_config(config.model)
     layers = model.num_hidden_layers
     numbers = [layers] if all_layers else few_layers(layer_kinds(model))
-    trackers = [tracked(with_layers(model, n)) for n in numbers]
+    with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
+        trackers = [trace_layers(config, with_layers(model, n), device) for n in numbers]
     return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
+
+
+def trace_callable(
+    step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+    *, device: Device = "cuda",
+) -> Trace:  # fmt: skip
+    """Trace one call of any function, such as somebody's own training step.
+
+    It is called twice, the first time for the state that an optimizer has from its first step on. It must not read the
+    contents of tensors, but for checks, which are true. Tensors that it makes on the CPU count for ``device="cpu"``
+    only. All layers are traced; the phases are ``forward``, ``backward`` and ``optimizer``.
+
+    Args:
+        step: Takes one step: forward, backward, update. Its tensors are on device ``meta``.
+        model: What stays in memory, on device ``meta``; several models are an `nn.ModuleList`.
+        optimizer: What updates it.
+        device: Where it would run, which decides the kernels.
+
+    Returns:
+        The trace. Only with a ``model.config.vocab_size`` does it tell logits from other tensors.
+    """
+    start, tracker = time.perf_counter(), LiveTracker(device=None if device == "cpu" else "meta")
+    parameters = list(model.parameters())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(NoData())
+        stack.enter_context(kernels_of(device))
+        step()
+        _count_existing(tracker, {
+            "weights": [*parameters, *model.buffers()],
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [] if optimizer is None else states_of(optimizer),
+        })  # fmt: skip
+        for parameter in parameters:
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag([p.grad], "gradients"))
+                stack.callback(hook.remove)
+        if optimizer is not None:
+            update = contextlib.ExitStack()
+            before = optimizer.register_step_pre_hook(lambda *_: update.enter_context(tracker.during("optimizer")))
+            after = optimizer.register_step_post_hook(lambda *_: update.close())
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        with tracker, tracker.naming(model):
+            step()
+    vocab = getattr(getattr(model, "config", None), "vocab_size", sys.maxsize)
+    return _assemble([tracker], [0], 0, vocab, time.perf_counter() - start)
 
 
 def few_layers(kinds: Sequence[object]) -> list[int]:
@@ -147,42 +185,31 @@ def few_layers(kinds: Sequence[object]) -> list[int]:
 def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:
     """Run a step on whatever tensors it has, fake or real; the tracker also counts what existed before."""
     tracker = LiveTracker(round_to, device)
-    for category, tensors in step.existing().items():
-        tracker.track_existing(tensors)
-        tracker.tag(tensors, category)
+    _count_existing(tracker, step.existing())
     with tracker, tracker.naming(step.backbone):
         step.run(tracker)
     return tracker
 
 
+def _count_existing(tracker: LiveTracker, existing: Mapping[Category, Sequence[Tensor]]) -> None:
+    for category, tensors in existing.items():
+        tracker.track_existing(tensors)
+        tracker.tag(tensors, category)
+
+
 def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
     """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
     backbone, others = build(config, model)
-    mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # CPU tensors take no GPU memory
+    mode = contextlib.nullcontext()
+    counted = None if device == "cpu" else "meta"  # CPU tensors take no GPU memory
     if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
-        counted = None
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        to_fake(mode, backbone, *others)
-    try:
-        with mode, NoData(), kernels_of(device):
-            try:
-                return run_tracked(make_step(config, backbone, others), device=counted)
-            except Exception:
-                runs = "a model that runs on embeddings and a cache, with sizes that fit each other"
-                with reading("model", config.model, runs):  # is it the model that fails?
-                    Decoder(backbone, config.prompts(backbone, 1)).logits()
-                raise
-    except (*FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if not isinstance(error, FAKE_ERRORS) and "meta" not in str(error).lower():
-            raise
-        frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
-        path, last = [(p, f) for p, f in frames if "torch" not in p.parts and p.parent != Path(__file__).parent][-1]
-        where = f"{path.name}:{last.lineno} ({last.line})"
-        allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
-        raise InputError("traced step", where, allowed) from error
+        mode, counted = FakeTensorMode(allow_non_fake_inputs=True), None
+        _to_fake(mode, backbone, *others)
+    with mode, NoData(), kernels_of(device):
+        return run_tracked(make_step(config, backbone, others), device=counted)
 
 
-def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
+def _to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
     """Replace every parameter and buffer on ``meta`` by an empty fake CPU tensor, tied ones once.
 
     PEFT cannot be built inside a `FakeTensorMode`, and operators do not accept meta and fake tensors together.
