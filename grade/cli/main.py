@@ -46,7 +46,7 @@ COMMANDS = {
     "peers": ("experiments.commands.peers", "train the same task with TRL, and compare time and memory"),
     "text-peers": ("experiments.commands.peers", "compare other ways to use scored text with this project's"),
     "teacher-peers": ("experiments.commands.peers", "distil a teacher with TRL too, and compare time and memory"),
-    "step-peers": ("experiments.commands.peers", "run steps of TRL's trainers: traced and real peaks, seconds"),
+    "step-peers": ("experiments.commands.peers", "run steps of TRL's trainers: seconds and peaks beside ours"),
     "measure": ("experiments.commands.experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
 }

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from transformers import TrainerCallback
 
 from grade.errors import InputError
 from grade.experiments.measured import write_table
-from grade.memory.trl_file import have_trl
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import load_pretrained
 from grade.results import environment
@@ -34,6 +34,12 @@ SAME = (
 """Settings of `TrainConfig` that all of TRL's trainers which sample have by the same name."""
 Observe = Callable[[Mapping[str, Tensor], int, float], None]
 """Takes the adapter's values (none: untrained), the step and the seconds of training so far."""
+
+
+def have_trl() -> bool:
+    """Whether TRL is installed; a folder of that name, such as a clone of it, is not TRL."""
+    spec = find_spec("trl")
+    return spec is not None and spec.origin is not None
 
 
 def require_peer(name: str) -> None:

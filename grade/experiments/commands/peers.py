@@ -2,19 +2,17 @@
 
 import argparse
 import json
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from grade.cli.options import command, print_metrics
 from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
-from grade.experiments.compare.measure.steps import METHODS, StepPeersConfig, timed_rows, trl_rows
+from grade.experiments.compare.measure.steps import METHODS, StepPeersConfig, timed_rows
 from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
 from grade.experiments.compare.peers import peer_figures, write_peers
 from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure_teacher_peers
 from grade.experiments.teachers.metrics import teacher_peer_figures
 from grade.experiments.trl_runs import require_peer, write_contest
-from grade.experiments.trl_traces import trl_traces
 from grade.files import claimed, write_text
 from grade.results import environment, write_metrics
 
@@ -46,23 +44,22 @@ def _teacher_peers(args: argparse.Namespace) -> None:
     config = TeacherPeersConfig.load(args.config, args.set)
     with claimed(args.output_dir, (), shared=True):
         curves, costs = measure_teacher_peers(config)
-        traces = trl_traces(layers=config.trace_layers) if config.trace_layers else None
-        figures = teacher_peer_figures(curves, costs, traces)
-        tables = {"curves": curves, "timings/costs": costs, "trl_traces": traces}
+        figures = teacher_peer_figures(curves, costs, None)
+        tables = {"curves": curves, "timings/costs": costs}
         write_contest(args.output_dir, tables, threads=1)  # of each process that trains
         write_metrics(Path(args.output_dir, "metrics.json"), figures)
     print_metrics(figures)
 
 
-@command("step-peers", output_dir="grpo.json, teacher.json and trl.json go here", config=StepPeersConfig)
+@command("step-peers", output_dir="grpo.json and teacher.json go here", config=StepPeersConfig)
 def _step_peers(args: argparse.Namespace) -> None:
-    """Run steps of TRL's trainers: traced and real peaks, and seconds beside ours."""
+    """Run steps of TRL's trainers: seconds and peak beside ours."""
     config, about = StepPeersConfig.load(args.config, args.set), environment()
     require_peer("trl")
     with claimed(args.output_dir, (), shared=True):
-        for name, measured in (*((method, partial(timed_rows, method)) for method in METHODS), ("trl", trl_rows)):
+        for name in METHODS:
             rows = []
-            for row in chain.from_iterable(measured(model, config.device) for model in config.models):
+            for row in chain.from_iterable(timed_rows(name, model, config.device) for model in config.models):
                 rows.append(row)
                 text = json.dumps({"environment": about, "steps": rows}, indent=1) + "\n"
                 write_text(Path(args.output_dir, f"{name}.json"), text)

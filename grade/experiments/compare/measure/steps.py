@@ -1,9 +1,9 @@
 """Steps of TRL's trainers on a device, with random weights, which neither time nor memory depends on.
 
-`trl_rows`: peaks, traced and measured. `timed_rows`: seconds and peak of GRPO and of distillation on the policy's own
-completions, ours and TRL's. There each trains in a process of its own, with the settings of
-`grade.experiments.compare.measure.peers`, layers recomputed, completions of full length, and a reward that costs
-nothing or a teacher of the policy's size. The first step pays for set-up and does not count.
+`timed_rows`: seconds and peak of GRPO and of distillation on the policy's own completions, ours and TRL's. Each trains
+in a process of its own, with the settings of `grade.experiments.compare.measure.peers`, layers recomputed, completions
+of full length, and a reward that costs nothing or a teacher of the policy's size. The first step pays for set-up and
+does not count.
 """
 
 import tempfile
@@ -14,16 +14,17 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from grade.config import Config
 from grade.experiments.compare.measure.peers import settings
 from grade.experiments.training_runs import FIXED, UNEVALUATED
 from grade.experiments.trl_runs import Clock, alone, same_settings, train_trl
-from grade.experiments.trl_traces import SETTINGS, trl_traces
 from grade.memory.models import model_config
 from grade.memory.settings import Device, require_device
-from grade.memory.trl import word_tokenizer
 from grade.models.backbone import Backbone
 from grade.results import peak_memory
 from grade.training.config import TrainConfig
@@ -52,14 +53,6 @@ class StepPeersConfig(Config):
         return self
 
 
-def trl_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
-    """Traced and measured peak of each of the steps in `grade.experiments.trl_traces`."""
-    for name, given in SETTINGS.items():
-        (row,) = trl_traces({name: given}, model, None, device).itertuples()
-        yield {"name": f"{model}, {name}", "traced_peak_bytes": row.traced, "measured_peak_bytes": row.tracked,
-               "traced_over_measured": row.traced / row.tracked}  # fmt: skip
-
-
 def timed_rows(method: str, model: str, device: Device) -> Iterator[dict[str, Any]]:
     """For each trainer the seconds of its steps and the peak in bytes."""
     values = FIXED | UNEVALUATED | SIZES | METHODS[method] | {
@@ -71,12 +64,19 @@ def timed_rows(method: str, model: str, device: Device) -> Iterator[dict[str, An
         for each in (folder, teacher) if method == "teacher" else (folder,):
             with torch.device(device):
                 AutoModelForCausalLM.from_config(model_config(model), dtype=torch.bfloat16).save_pretrained(each)
-            word_tokenizer().save_pretrained(each)
+            _word_tokenizer().save_pretrained(each)
         if method == "teacher":
             values["teacher"] = str(teacher)
         for trainer in TRAINERS:
             seconds, peak = alone(_train, trainer, str(folder), values)
             yield {"name": f"{model}, {method}, {trainer}", "seconds": seconds, "measured_peak_bytes": peak}
+
+
+def _word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word a token."""
+    words = Tokenizer(WordLevel({"a": 0, "end": 1, "pad": 2}, unk_token="a"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="pad", padding_side="left")
 
 
 def _train(trainer: str, folder: str, values: dict[str, Any]) -> tuple[list[float], int]:

@@ -19,8 +19,7 @@ from scipy.stats import chisquare
 from grade.errors import InputError
 from grade.experiments.intervals import interval, paired
 from grade.experiments.training_runs import FIXED, SETTINGS, review_prompts
-from grade.experiments.trl_runs import trl_trainer
-from grade.memory.trl_file import have_trl
+from grade.experiments.trl_runs import have_trl, trl_trainer
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts
