@@ -37,7 +37,6 @@ from grade.rewards.fit import BagSettings, RewardConfig, train_reward
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardModel, load_reward
-from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task
 
 Policy = Literal["tiny", "smollm2", "sums"]
@@ -228,7 +227,7 @@ def length_and_format(completions: Sequence[str], **_: Any) -> list[float]:
     return rewards
 
 
-def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float | None]:
+def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
     """1 where a completion is the sum that its prompt "a+b=" asks for.
 
     >>> right_sum(["12+7=", "1+1="], ["19", "3"])
@@ -237,7 +236,8 @@ def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> l
     asked = [re.fullmatch(r"(\d+)\+(\d+)=", prompt) for prompt in prompts]
     if None in asked:
         raise InputError("prompt", prompts[asked.index(None)], "a sum, such as 12+7=")
-    return exact_answer()(completions=completions, answer=[int(sum_[1]) + int(sum_[2]) for sum_ in asked])
+    answers = [str(int(sum_[1]) + int(sum_[2])) for sum_ in asked]
+    return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
 
 
 def _read_by(model: RewardModel) -> Callable[..., list[float]]:

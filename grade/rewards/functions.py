@@ -75,18 +75,9 @@ def decode_texts(tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor
     return Texts(asked, completions, PromptBatch(ids, mask).rows(), columns)
 
 
-def text_of(completion: str | list[Message]) -> str:
-    """The text of a completion.
-
-    >>> text_of([{"role": "assistant", "content": "7"}]), text_of("7")
-    ('7', '7')
-    """
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
 def beginning(completion: str | list[Message], characters: int = 40) -> str:
     """How a completion begins, for error messages."""
-    text = text_of(completion)
+    text = completion if isinstance(completion, str) else completion[-1]["content"]
     return repr(text if len(text) <= characters else f"{text[: characters - 3]}...")
 
 

@@ -4,7 +4,7 @@
 
 | name | reward |
 |---|---|
-| ``package.module:function``, ``file.py:function`` | a function of text, or a verifier made there |
+| ``package.module:function``, ``file.py:function`` | a function of text |
 | ``hf:<id or folder>``, ``hf:<id or folder>@LABEL`` | a sequence classifier |
 | ``<folder>`` with ``reward.json`` | a reward model that ``grade reward`` trained |
 

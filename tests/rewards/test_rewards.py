@@ -221,11 +221,11 @@ MODULE = """
 import os, sibling, torch
 torch.set_grad_enabled(False)
 os.chdir("empty")
-from grade.rewards.verifiers import matches
 def good(completions, **_):
     os.chdir("empty")
     return [sibling.VALUE] * len(completions)
-digits = matches("[0-9]")
+def digits(completions, **_):
+    return [0.0] * len(completions)
 number = 3
 class Holder:
     @staticmethod
