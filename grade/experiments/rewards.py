@@ -25,7 +25,6 @@ from grade.errors import InputError
 from grade.experiments.shallow import ShallowReward
 from grade.experiments.sums import ANSWER_TOKENS, sum_prompts, sums_folder
 from grade.experiments.training_runs import BATCH_ROWS, judged_by
-from grade.files import hashed, sha256_of
 from grade.gradients.distilled.families import layers_of
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
@@ -150,7 +149,7 @@ def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> R
         return FunctionReward(length_and_format, name)
     if name == "gold":
         if models.gold_file:
-            return StoredReward(judged_by(GoldJudge.load(models.gold_file)), name, [models.gold_file])
+            return FunctionReward(judged_by(GoldJudge.load(models.gold_file)), name)
         reviews = toy_reviews(200, seed=4)
         return FunctionReward(judged_by(GoldJudge.fit([r.text for r in reviews], [r.label for r in reviews])), name)
     if name == "smollm2_trunk":
@@ -158,8 +157,7 @@ def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> R
             return FunctionReward(_read_by(toy_task(seed=1, kind="trunk").reward_model), name)
         other = Backbone.load(models.smollm2_dir, device=backbone.device)
         folder = Path(models.smollm2_rewards_dir) / "trunk"
-        files = [file for place in (folder, Path(models.smollm2_dir)) for file in sorted(place.glob("*.*"))]
-        return StoredReward(_read_by(load_reward(folder, other).to(other.device)), name, files)
+        return FunctionReward(_read_by(load_reward(folder, other).to(other.device)), name)
     if name in ("trunk1", "trunk4"):
         return EmbeddingReward(_shallow(models, int(name.removeprefix("trunk")), backbone), name=name)
     folder = getattr(models, f"{policy}_rewards_dir")
@@ -183,18 +181,6 @@ def _toy_model(kind: str, backbone: Backbone) -> RewardModel | ShallowReward:
     return train_reward("bag", RewardConfig(bag=fit, eval_tokens=[_TOY_TOKENS]), backbone, train, held)[0]
 
 
-class StoredReward(FunctionReward):
-    """A function of text whose values depend on files alone."""
-
-    def __init__(self, function: Callable[..., list[float]], name: str, files: Sequence[str | Path]) -> None:
-        super().__init__(function, name)
-        self._files = files
-
-    def fingerprint(self, policy: Backbone) -> str:
-        """Hash of the files."""
-        return hashed(self.name, *map(sha256_of, map(Path, self._files)))
-
-
 class BlackBox(Reward):
     """A reward of which only values are known; of the same name."""
 
@@ -202,7 +188,6 @@ class BlackBox(Reward):
 
     def __init__(self, reward: Reward) -> None:
         self._reward, self.name, self.scope = reward, reward.name, reward.scope
-        self.fingerprint = reward.fingerprint
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]."""

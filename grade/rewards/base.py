@@ -60,13 +60,6 @@ class Reward:
         text, text_mask = scored_text(self.scope, prompts, embed(prompts.ids), embed(ids), mask)
         return self.differentiable(text, text_mask)
 
-    def fingerprint(self, policy: Policy) -> str | None:
-        """Hash of all that the values depend on besides the text, so that a text is scored once and for all.
-
-        None, as here, where that is unknown: then scores are not kept.
-        """
-        return None
-
     @property
     def parts(self) -> Sequence[Reward]:
         """The rewards that this is a sum of, or itself alone."""

@@ -29,15 +29,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.utils import logging
 
 from grade.errors import InputError, file_error, reading
-from grade.files import hashed, require_source
+from grade.files import require_source
 from grade.models.backbone import errors_only
 from grade.models.compatibility import check_tokens
 from grade.models.head import EmbeddingTable, wide
 from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens
-from grade.models.tokenizer import tokenizer_hash
 from grade.rewards.base import Reward, RewardScope
 from grade.rewards.functions import Message, Texts, beginning, decode_texts
-from grade.rewards.identity import weights_hash
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -105,10 +103,6 @@ class TextClassifier(Reward):
         for row, tokens in enumerate(rows):
             self.check_length(len(tokens), row, f", {beginning(texts.completions[row])}")
         return self.value(self.logits(rows)).to(ids.device)
-
-    def fingerprint(self, policy: Backbone) -> str:  # noqa: D102
-        about = [type(self).__name__, self.scope, self.column, self.model.config.to_json_string()]
-        return hashed(about, weights_hash(self.model.state_dict()), tokenizer_hash(self.tokenizer))
 
     def check_length(self, tokens: int, row: int, what: str = "") -> None:
         """Reject a text of more tokens than the classifier reads."""

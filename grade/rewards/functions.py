@@ -35,7 +35,6 @@ from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch, decode
 from grade.rewards.base import Reward
-from grade.rewards.identity import identity
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -152,9 +151,6 @@ class FunctionReward(Reward):
         """Rewards [B], NaN where the function returned None."""
         texts = decode_texts(policy.tokenizer, prompts, ids, mask)
         return run_functions([self], texts, Log(), wide(policy.dtype))[0][0].to(ids.device)
-
-    def fingerprint(self, policy: Backbone) -> str | None:  # noqa: D102
-        return identity(self.function)
 
 
 def run_functions(

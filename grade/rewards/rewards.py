@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from grade.config import allowed_names
 from grade.errors import InputError
-from grade.files import hashed
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
@@ -40,7 +39,6 @@ from grade.models.teacher import Teacher
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
 from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
 from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
-from grade.rewards.identity import fingerprint_of
 from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
@@ -130,11 +128,6 @@ class Rewards(Reward):
             warnings.warn(f"{none}: it has no advantage, and no part in means", stacklevel=2)
             self._warned = True
         return self._sum([value.nan_to_num(0.0) for value in values]).masked_fill(unscored, torch.nan)
-
-    def fingerprint(self, policy: Backbone) -> str | None:
-        """Of all parts with their weights."""
-        parts = [fingerprint_of(part, policy) for part in self.parts]
-        return None if None in parts else hashed(parts, self.weights, str(self.dtype))
 
     def combine(self, values: Sequence[Tensor]) -> Tensor:
         """The weighted sum [B] of the parts' values [B], differentiable; `last` then holds the parts."""

@@ -33,7 +33,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
@@ -55,7 +55,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME, TRAI
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
+from grade.data.texts import encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
 from grade.files import (
     atomic,
@@ -488,7 +488,7 @@ class GradeTrainer(Trainer):
             rows = reference_texts(
                 self._prompts, number, backbone, self.sampler or make_sampler("own"), completion_tokens=length,
                 encode=self.encode, seed=args.seed, min_new_tokens=args.min_completion_length,
-                cache=cache_folder(), max_difference=args.sampler_max_difference,
+                max_difference=args.sampler_max_difference,
             )  # fmt: skip
         self._check_dataset(rows, "texts")
         return rows
@@ -499,18 +499,13 @@ class GradeTrainer(Trainer):
             length = args.max_completion_length
             self._given = encode_texts(self._texts, self.backbone, completion_tokens=length, encode=self.encode)
             return
-        # The others read what the first one has kept; a divided base needs all of them in each pass.
-        with nullcontext() if args.sharded else args.main_process_first(local=False, desc="scores of the texts"):
-            texts = score_texts(
-                self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length,
-                encode=self.encode, cache=cache_folder(),
-            )  # fmt: skip
+        texts = score_texts(
+            self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length, encode=self.encode
+        )
         learner, target = self.learner, args.target_kl
         learner.read(texts)
         if learner.prior is None:
             return
-        if args.process_index == 0:
-            logger.warning(f"{texts.calls} texts were scored, for the others rewards were kept")
         self._choose("texts", f"{len(texts)}; {learner.prior.summary}")
         text_steps = args.max_steps if self._offline else int(OPENING * args.max_steps)
         if not text_steps or not (target or args.beta):

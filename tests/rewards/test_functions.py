@@ -10,7 +10,6 @@ import torch
 from grade.errors import InputError
 from grade.models.prompts import PromptBatch
 from grade.rewards.functions import FunctionReward, Log, Texts, decode_texts, run_functions
-from grade.rewards.identity import code_fingerprint
 
 TEXTS = Texts(["a", "b"], ["yes", "no"], [[5, 0], [6]], {"answer": [1, 2]})
 
@@ -194,22 +193,3 @@ def test_an_input_error_of_a_function_stays_as_it_is():
 
     with pytest.raises(InputError, match="^column: got 'answer'"):
         call(reward)
-
-
-def test_the_fingerprint_of_an_object_is_that_of_its_name(tmp_path, monkeypatch):
-    """Also of what wraps a function; a class's code is its object's. Code of this package and built-ins have none."""
-    (tmp_path / "beside.py").write_text("weight = 2\n")
-    (tmp_path / "my_score.py").write_text(
-        "import json, torch, beside\ndef f(**k):\n    pass\nclass C:\n    __call__ = f\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    import my_score
-
-    known = code_fingerprint(f"{tmp_path / 'my_score.py'}:f")
-    assert set(known) == {"my_score.py", "beside.py"}
-    assert known == code_fingerprint(functools.partial(my_score.f, weight=1)) == code_fingerprint(my_score.C())
-    monkeypatch.chdir(tmp_path)
-    assert known == code_fingerprint("my_score:f")
-    assert code_fingerprint(len) == code_fingerprint(code_fingerprint) == code_fingerprint("hf:owner/name") == {}
-    (tmp_path / "beside.py").write_text("weight = 3\n")
-    assert code_fingerprint(my_score.f)["beside.py"] != known["beside.py"]
