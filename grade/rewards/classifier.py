@@ -35,7 +35,7 @@ from grade.models.compatibility import check_tokens
 from grade.models.head import EmbeddingTable, wide
 from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens
 from grade.rewards.base import Reward, RewardScope
-from grade.rewards.functions import Message, Texts, beginning, decode_texts
+from grade.rewards.functions import Message, Texts, decode_texts
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -101,14 +101,14 @@ class TextClassifier(Reward):
         texts = decode_texts(policy.tokenizer, prompts, ids, mask)
         rows = self._encode(texts)
         for row, tokens in enumerate(rows):
-            self.check_length(len(tokens), row, f", {beginning(texts.completions[row])}")
+            self.check_length(len(tokens), row)
         return self.value(self.logits(rows)).to(ids.device)
 
-    def check_length(self, tokens: int, row: int, what: str = "") -> None:
+    def check_length(self, tokens: int, row: int) -> None:
         """Reject a text of more tokens than the classifier reads."""
         if tokens > self.limit:
             allowed = f"at most {self.limit}: shorten prompts or completions, or score the completion only"
-            raise InputError(f"reward {self.name!r}, row {row}{what}: tokens", tokens, allowed)
+            raise InputError(f"reward {self.name!r}, row {row}: tokens", tokens, allowed)
 
     def _encode(self, texts: Texts) -> list[list[int]]:
         whole = self.scope == "prompt_and_completion"

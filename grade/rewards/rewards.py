@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ from grade.models.scoring import predicting_hidden
 from grade.models.teacher import Teacher
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
 from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
-from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
+from grade.rewards.functions import FunctionReward, Log, decode_texts, run_functions
 from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
@@ -90,12 +90,6 @@ class Rewards(Reward):
         self.trainer_state: Any = None
         self._warned = False
 
-    def check_columns(self, row: Mapping[str, Any], field: str) -> None:
-        """Refuse rows that lack a column without which a function cannot be called."""
-        for part in self.parts:
-            if isinstance(part, FunctionReward) and (missing := part.columns() - row.keys()):
-                raise InputError(field, list(row), f"rows with {', '.join(sorted(missing))}, as {part.name!r} needs")
-
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]; `last` then holds the parts.
 
@@ -123,9 +117,8 @@ class Rewards(Reward):
             return self._sum(values)
         unscored = missing.all(0)
         if unscored.any() and not self._warned:
-            first = beginning(texts.completions[int(unscored.nonzero()[0])])
-            none = f"all reward functions returned None for the completion {first}"
-            warnings.warn(f"{none}: it has no advantage, and no part in means", stacklevel=2)
+            row = int(unscored.nonzero()[0])
+            warnings.warn(f"row {row}: every reward is None, so it has no advantage and no part in means", stacklevel=2)
             self._warned = True
         return self._sum([value.nan_to_num(0.0) for value in values]).masked_fill(unscored, torch.nan)
 
@@ -203,6 +196,8 @@ def make_reward(
         tokenizer = tokenizer or own
     if isinstance(given, Reward):
         return given
+    if not callable(given):
+        raise InputError("reward", given, KINDS)
     if not isinstance(given, nn.Module):
         reward = FunctionReward(given)
         if backbone.tokenizer is None:

@@ -424,8 +424,6 @@ class GradeTrainer(Trainer):
             raise InputError("eval_dataset", eval_dataset, allowed)
         for _, dataset in named:
             self._check_dataset(dataset, "eval_dataset")
-            if dataset is not None and self.rewards is not None:
-                self.rewards.check_columns(dataset[0], "eval_dataset")  # now, not after all steps
 
     def _check_dataset(self, dataset: Any, name: str) -> None:
         if dataset is None:

@@ -51,7 +51,7 @@ def test_the_sum_is_weighted_and_none_adds_nothing(policy, batch):
 def test_a_row_without_any_reward_is_nan_with_one_warning(policy, batch):
     rewards = make_rewards(third_only, policy)
     rewards.trainer_state = 7
-    with pytest.warns(UserWarning, match="returned None for the completion ' a delight.'"):
+    with pytest.warns(UserWarning, match="row 0: every reward is None"):
         values = rewards.score(policy, *batch)
     assert values.isnan().tolist() == [True, True, False] and values[2] == 0.25
     with warnings.catch_warnings():
@@ -130,7 +130,6 @@ def test_not_finite_rewards_of_models_are_refused_by_name_and_row(policy, batch)
         ([length, length], None, [None], "reward_processing_classes: got 1; allowed: 2"),
         ([length, length], None, "tokenizer", "reward_processing_classes"),
         ([3], None, None, "reward: got 3"),
-        (dict, None, None, "reward: got <class 'dict'>"),
     ],
 )
 def test_bad_lists_of_rewards_are_refused(funcs, weights, tokenizers, match, policy):
@@ -222,7 +221,6 @@ import os, sibling, torch
 torch.set_grad_enabled(False)
 os.chdir("empty")
 def good(completions, **_):
-    os.chdir("empty")
     return [sibling.VALUE] * len(completions)
 def digits(completions, **_):
     return [0.0] * len(completions)
