@@ -20,6 +20,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,34 @@ _UNLIMITED = 10**9
 """Limit of a tokenizer that has none; transformers gives it a larger number."""
 _BUFFERS = ("position_ids", "inv_freq", "masked_bias")
 """Ends of names that older versions of transformers wrote and that hold no weights."""
+
+
+def classifier_reward(
+    model: str | PreTrainedModel, backbone: Backbone, scope: RewardScope, tokenizer: Any = None
+) -> TextClassifier:
+    """The reward that a classifier is for a policy: differentiable where the vocabulary is the policy's.
+
+    It is a model, or a folder or hub id, with ``@LABEL`` for one of several labels. ``tokenizer`` replaces its own.
+    """
+    label = None
+    if isinstance(model, str):
+        source, _, label = model.rpartition("@") if "@" in Path(model).name else (model, "", None)
+        model, own = load_classifier(source, backbone.device)
+        tokenizer = tokenizer or own
+    model, source = model.to(backbone.device), getattr(model.config, "_name_or_path", "")
+    if model.base_model is model:
+        raise InputError("reward", type(model).__name__, "a model with labels, as AutoModelForSequenceClassification's")
+    if tokenizer is None:
+        if not source:
+            raise InputError("reward_processing_classes", None, "the tokenizer of a classifier given as an object")
+        tokenizer = load_tokenizer(source)
+    name = source.rstrip("/").split("/")[-1] or type(model).__name__
+    reward = TextClassifier(model, tokenizer, label, scope, name)
+    try:
+        return EmbeddedClassifier(model, tokenizer, backbone, label, scope, name)
+    except InputError as error:  # another vocabulary, or embeddings that it reads unlike ids
+        reward.no_gradient = str(error.value)
+        return reward
 
 
 class TextClassifier(Reward):
