@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import stat
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,12 +108,6 @@ def file_error(error: BaseException) -> str:
         reason = f"{type(error).__name__}: {error}"
     line = " ".join(reason.split())
     return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
-
-
-def is_users(file: str) -> bool:
-    """Whether a file of code is neither this package's, nor an installed one's, nor the standard library's."""
-    ours, installed = str(Path(__file__).parent), ("site-packages", "dist-packages")
-    return not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or any(n in file for n in installed))
 
 
 def is_memory_error(error: BaseException) -> bool:

@@ -50,7 +50,7 @@ def _explained(args: argparse.Namespace) -> None:
 def _show(result: Explained, config: ExplainConfig) -> None:
     console = Console(markup=False, highlight=False, emoji=False)
     known = result.curve.rename(columns={"held_out": "R2 (other texts)", "policy": "R2 (reference)"}).dropna(axis=1)
-    console.print(f"explained of {config.reward} by {result.texts} texts, {result.calls} scored now", soft_wrap=True)
+    console.print(f"explained of {config.reward} by {result.texts} texts", soft_wrap=True)
     console.print("", rich_table(known), sep="\n")
     ends = [result.tokens[result.tokens["rank"] * sign > 0].sort_values("rank", key=abs) for sign in (1, -1)]
     best, worst = (", ".join(map(repr, table["token"].head(SHOWN))) for table in ends)

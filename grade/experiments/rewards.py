@@ -25,7 +25,6 @@ from grade.errors import InputError
 from grade.experiments.shallow import ShallowReward
 from grade.experiments.sums import ANSWER_TOKENS, sum_prompts, sums_folder
 from grade.experiments.training_runs import BATCH_ROWS, judged_by
-from grade.files import hashed, sha256_of
 from grade.gradients.distilled.families import layers_of
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
@@ -37,7 +36,6 @@ from grade.rewards.fit import BagSettings, RewardConfig, train_reward
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardModel, load_reward
-from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task
 
 Policy = Literal["tiny", "smollm2", "sums"]
@@ -151,7 +149,7 @@ def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> R
         return FunctionReward(length_and_format, name)
     if name == "gold":
         if models.gold_file:
-            return StoredReward(judged_by(GoldJudge.load(models.gold_file)), name, [models.gold_file])
+            return FunctionReward(judged_by(GoldJudge.load(models.gold_file)), name)
         reviews = toy_reviews(200, seed=4)
         return FunctionReward(judged_by(GoldJudge.fit([r.text for r in reviews], [r.label for r in reviews])), name)
     if name == "smollm2_trunk":
@@ -159,8 +157,7 @@ def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> R
             return FunctionReward(_read_by(toy_task(seed=1, kind="trunk").reward_model), name)
         other = Backbone.load(models.smollm2_dir, device=backbone.device)
         folder = Path(models.smollm2_rewards_dir) / "trunk"
-        files = [file for place in (folder, Path(models.smollm2_dir)) for file in sorted(place.glob("*.*"))]
-        return StoredReward(_read_by(load_reward(folder, other).to(other.device)), name, files)
+        return FunctionReward(_read_by(load_reward(folder, other).to(other.device)), name)
     if name in ("trunk1", "trunk4"):
         return EmbeddingReward(_shallow(models, int(name.removeprefix("trunk")), backbone), name=name)
     folder = getattr(models, f"{policy}_rewards_dir")
@@ -184,18 +181,6 @@ def _toy_model(kind: str, backbone: Backbone) -> RewardModel | ShallowReward:
     return train_reward("bag", RewardConfig(bag=fit, eval_tokens=[_TOY_TOKENS]), backbone, train, held)[0]
 
 
-class StoredReward(FunctionReward):
-    """A function of text whose values depend on files alone."""
-
-    def __init__(self, function: Callable[..., list[float]], name: str, files: Sequence[str | Path]) -> None:
-        super().__init__(function, name)
-        self._files = files
-
-    def fingerprint(self, policy: Backbone) -> str:
-        """Hash of the files."""
-        return hashed(self.name, *map(sha256_of, map(Path, self._files)))
-
-
 class BlackBox(Reward):
     """A reward of which only values are known; of the same name."""
 
@@ -203,7 +188,6 @@ class BlackBox(Reward):
 
     def __init__(self, reward: Reward) -> None:
         self._reward, self.name, self.scope = reward, reward.name, reward.scope
-        self.fingerprint = reward.fingerprint
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]."""
@@ -228,7 +212,7 @@ def length_and_format(completions: Sequence[str], **_: Any) -> list[float]:
     return rewards
 
 
-def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float | None]:
+def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
     """1 where a completion is the sum that its prompt "a+b=" asks for.
 
     >>> right_sum(["12+7=", "1+1="], ["19", "3"])
@@ -237,7 +221,8 @@ def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> l
     asked = [re.fullmatch(r"(\d+)\+(\d+)=", prompt) for prompt in prompts]
     if None in asked:
         raise InputError("prompt", prompts[asked.index(None)], "a sum, such as 12+7=")
-    return exact_answer()(completions=completions, answer=[int(sum_[1]) + int(sum_[2]) for sum_ in asked])
+    answers = [str(int(sum_[1]) + int(sum_[2])) for sum_ in asked]
+    return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
 
 
 def _read_by(model: RewardModel) -> Callable[..., list[float]]:

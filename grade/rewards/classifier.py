@@ -20,6 +20,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +30,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.utils import logging
 
 from grade.errors import InputError, file_error, reading
-from grade.files import hashed, require_source
+from grade.files import require_source
 from grade.models.backbone import errors_only
 from grade.models.head import EmbeddingTable, wide
 from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens
-from grade.models.tokenizer import tokenizer_hash
 from grade.rewards.base import Reward, RewardScope
-from grade.rewards.functions import Message, Texts, beginning, decode_texts
-from grade.rewards.identity import weights_hash
+from grade.rewards.functions import Message, Texts, decode_texts
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -46,6 +45,34 @@ _UNLIMITED = 10**9
 """Limit of a tokenizer that has none; transformers gives it a larger number."""
 _BUFFERS = ("position_ids", "inv_freq", "masked_bias")
 """Ends of names that older versions of transformers wrote and that hold no weights."""
+
+
+def classifier_reward(
+    model: str | PreTrainedModel, backbone: Backbone, scope: RewardScope, tokenizer: Any = None
+) -> TextClassifier:
+    """The reward that a classifier is for a policy: differentiable where the vocabulary is the policy's.
+
+    It is a model, or a folder or hub id, with ``@LABEL`` for one of several labels. ``tokenizer`` replaces its own.
+    """
+    label = None
+    if isinstance(model, str):
+        source, _, label = model.rpartition("@") if "@" in Path(model).name else (model, "", None)
+        model, own = load_classifier(source, backbone.device)
+        tokenizer = tokenizer or own
+    model, source = model.to(backbone.device), getattr(model.config, "_name_or_path", "")
+    if model.base_model is model:
+        raise InputError("reward", type(model).__name__, "a model with labels, as AutoModelForSequenceClassification's")
+    if tokenizer is None:
+        if not source:
+            raise InputError("reward_processing_classes", None, "the tokenizer of a classifier given as an object")
+        tokenizer = load_tokenizer(source)
+    name = source.rstrip("/").split("/")[-1] or type(model).__name__
+    reward = TextClassifier(model, tokenizer, label, scope, name)
+    try:
+        return EmbeddedClassifier(model, tokenizer, backbone, label, scope, name)
+    except InputError as error:  # another vocabulary, or embeddings that it reads unlike ids
+        reward.no_gradient = str(error.value)
+        return reward
 
 
 class TextClassifier(Reward):
@@ -100,18 +127,14 @@ class TextClassifier(Reward):
         texts = decode_texts(policy.tokenizer, prompts, ids, mask)
         rows = self._encode(texts)
         for row, tokens in enumerate(rows):
-            self.check_length(len(tokens), row, f", {beginning(texts.completions[row])}")
+            self.check_length(len(tokens), row)
         return self.value(self.logits(rows)).to(ids.device)
 
-    def fingerprint(self, policy: Backbone) -> str:  # noqa: D102
-        about = [type(self).__name__, self.scope, self.column, self.model.config.to_json_string()]
-        return hashed(about, weights_hash(self.model.state_dict()), tokenizer_hash(self.tokenizer))
-
-    def check_length(self, tokens: int, row: int, what: str = "") -> None:
+    def check_length(self, tokens: int, row: int) -> None:
         """Reject a text of more tokens than the classifier reads."""
         if tokens > self.limit:
             allowed = f"at most {self.limit}: shorten prompts or completions, or score the completion only"
-            raise InputError(f"reward {self.name!r}, row {row}{what}: tokens", tokens, allowed)
+            raise InputError(f"reward {self.name!r}, row {row}: tokens", tokens, allowed)
 
     def _encode(self, texts: Texts) -> list[list[int]]:
         whole = self.scope == "prompt_and_completion"

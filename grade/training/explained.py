@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from grade.config import SEEDS, Config
-from grade.data.texts import LEAST, WAIT, cache_folder, read_texts, reference_texts, score_texts
+from grade.data.texts import LEAST, WAIT, read_texts, reference_texts, score_texts
 from grade.errors import InputError
 from grade.gradients.distilled.families import ADDITIVE, Family, make_family
 from grade.gradients.distilled.prior import fit_texts, observed, promise
@@ -76,7 +76,6 @@ class Explained:
     best: str  # the family that explains most with all texts
     reward: float  # mean reward of the completions of the reference, or of the texts where there are none
     texts: int  # texts that were fitted
-    calls: int  # texts and completions that were scored now
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -103,7 +102,7 @@ def explain(config: ExplainConfig) -> Explained:
         return encode_examples(backbone.tokenizer, rows, config.max_prompt_length, "left", warn_raw=False)
 
     def scored(rows: Sequence[Mapping[str, Any]]) -> ScoredTexts:
-        return score_texts(rows, backbone, rewards, completion_tokens=length, encode=encode, cache=cache_folder())
+        return score_texts(rows, backbone, rewards, completion_tokens=length, encode=encode)
 
     rows = read_texts(config.texts, backbone.tokenizer, config.max_prompt_length, length, config.most_texts)
     rows = [rows[i] for i in np.random.default_rng(config.seed).permutation(len(rows))]
@@ -117,7 +116,7 @@ def explain(config: ExplainConfig) -> Explained:
     if asked:
         drawn = reference_texts(
             list(asked.values()), config.reference, backbone, Sampler("own"), completion_tokens=length, encode=encode,
-            seed=config.seed, cache=cache_folder(),
+            seed=config.seed,
         )  # fmt: skip
         places = {prompt: place for place, prompt in enumerate(asked)}
         own = scored(sorted(drawn, key=lambda row: places[json.dumps(row["prompt"])]))
@@ -133,7 +132,6 @@ def explain(config: ExplainConfig) -> Explained:
     return Explained(
         curve, token_table(backbone.tokenizer, liked, counts),
         pd.DataFrame(table, columns=["kl", "gain", "reward", "beta"]), fit.family, level, len(texts),
-        texts.calls + (0 if own is None else own.calls),
     )  # fmt: skip
 
 

@@ -37,7 +37,6 @@ from grade.files import (
     writing,
 )
 from grade.models.server import is_address
-from grade.rewards.identity import code_fingerprint
 from grade.training.card import command_of
 from grade.training.config import GradeConfig, TrainConfig
 
@@ -244,8 +243,7 @@ def _about(config: TrainConfig) -> dict[str, Any]:
     sources = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parts[0] not in others]
     inputs = {}
     for name, spec in _inputs(config).items():
-        code = code_fingerprint(spec) if name.startswith("reward ") else {}
-        inputs |= {f"{name}: {file}": about for file, about in code.items()} or {name: _fingerprint(spec)}
+        inputs[name] = _fingerprint(spec)
     return {"settings": settings_of(config), "inputs": inputs, "code": _digest(sources, package)}
 
 

@@ -31,7 +31,6 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def explained(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("GRADE_CACHE", "~/cache")
 
     def explained(*options, letters="{'e': 1.0, 'a': -1.0}"):
         (tmp_path / "rewards.py").write_text(REWARD.replace("{LETTERS}", letters))
@@ -55,8 +54,6 @@ def test_a_reward_that_is_a_sum_over_tokens_is_explained_also_on_the_reference(e
     gains = [row["gain"] for row in result["promise"]]
     assert [row["kl"] for row in result["promise"]] == [2, 5, 10] and 0 < gains[0] <= gains[1] <= gains[2]
     assert repr(liked[0]) in shown and "R2 (reference)" in shown
-    assert result["calls"] == result["texts"] + 64
-    assert explained()[1]["calls"] == 0 and any((tmp_path / "cache" / "texts").iterdir())  # kept
 
 
 def test_what_cannot_be_explained_is_one_line(explained, capsys):

@@ -24,7 +24,6 @@ writing the evaluated completions. All runs take turns in one process of one thr
 """
 
 import math
-import os
 import random
 import tempfile
 import time
@@ -32,7 +31,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, get_args
-from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -202,7 +200,7 @@ class _Contest:
         run = self._run(self.contestant.method, **QUIET, **texts, target_kl=float(target))
         task, clock = self.bench.task(run), _Clock()
         prompts = [[{"prompt": text} for text in texts] for texts in (task.train_prompts, task.validation_prompts)]
-        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, GRADE_CACHE=folder):
+        with tempfile.TemporaryDirectory() as folder:
             config, start = replace(run, values=run.values | {"output_dir": folder}).config, time.perf_counter()
             trainer = GradeTrainer(task.backbone, task.reward_model, config, *prompts, texts=config.texts,
                                    callbacks=[clock])  # fmt: skip

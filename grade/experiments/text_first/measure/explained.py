@@ -9,7 +9,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
-from grade.data.texts import cache_folder, read_texts, reference_texts, score_texts
+from grade.data.texts import read_texts, reference_texts, score_texts
 from grade.experiments.rewards import GROUP, FamilyName, Models, Policy, RewardName, load_subject, source_values
 from grade.gradients.distilled.families import make_family
 from grade.models.samplers import Sampler
@@ -31,7 +31,7 @@ def explained_table(models: Models, name: str, of: TextFits) -> pd.DataFrame:
     """R2 by family and number of texts: on texts of other prompts, and within prompts on the reference's own."""
     subject = load_subject(models, of.policy, [of.reward])
     backbone, length = subject.backbone, subject.length
-    kept = dict(completion_tokens=length, encode=partial(models.encode, backbone), cache=cache_folder())
+    kept = dict(completion_tokens=length, encode=partial(models.encode, backbone))
     scored = partial(score_texts, backbone=backbone, rewards=make_rewards(subject.rewards[of.reward], backbone), **kept)
     windows = source_values(models, str(max(of.sizes)))
     texts = scored(read_texts(windows["texts"], backbone.tokenizer, models.prompt_tokens, length, max(of.sizes)))
