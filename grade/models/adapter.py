@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from grade.errors import InputError, reading
-from grade.files import check_whole, read_json, write_json
+from grade.files import read_json, write_json
 from grade.models.parameters import MOST_RANKS, LoraSettings, fingerprint, restoring, same_base
 
 logger = logging.getLogger(__name__)
@@ -311,7 +311,6 @@ def _check_files(model: PreTrainedModel, folder: str | Path, field: str = "adapt
         if not (Path(folder) / name).is_file():
             allowed = f"a folder with {name} (an adapter_model.bin is pickled: loading it could run code)"
             raise InputError(field, str(folder), allowed)
-    check_whole(Path(folder), field)
     place = Path(folder) / BASE_FILE
     if not place.is_file():
         return

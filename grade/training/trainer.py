@@ -17,7 +17,7 @@ runs see the same noise there.
 
 A checkpoint is the Trainer's (adapter, optimizer, schedule, generators, ``trainer_state.json`` with the history) and
 what continues a run with the same bits: the learner's state, that of KL's budget, the seconds so far and the
-figures since the last row of the log. Its manifest is written last.
+figures since the last row of the log. It is written beside its place and renamed.
 
 Left out: streaming datasets, training without an adapter.
 """
@@ -30,13 +30,11 @@ import io
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,25 +49,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
-from grade.files import (
-    atomic,
-    check_whole,
-    checkpoints_of,
-    hashed,
-    read_json,
-    remove,
-    sha256_of,
-    write_json,
-    write_manifest,
-    write_text,
-    writing,
-)
+from grade.files import atomic, read_json, remove, write_json, write_text
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
@@ -86,32 +71,23 @@ from grade.gradients.policy_gradient import (
     scored_rewards,
 )
 from grade.gradients.teacher import TeacherGradient
-from grade.models.adapter import ADAPTER_FILES, BASE_FILE, restore_adapter, standing, write_fingerprint
+from grade.models.adapter import restore_adapter, standing, write_fingerprint
 from grade.models.head import wide
 from grade.models.parameters import restoring, set_values
-from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, of_columns
+from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples
 from grade.models.room import check_room
 from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.scoring import completion_logps, sequence_kl
 from grade.models.teacher import SIBLING, Teacher, make_teacher, names_sibling
-from grade.models.tokenizer import tokenizer_hash
 from grade.rewards.functions import GIVEN
 from grade.rewards.rewards import beside, make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import (
-    OPTIMIZER_FILE,
-    RUN_FILE,
-    STATE_FILE,
-    last_checkpoint,
-    run_mark,
-    settings_of,
-    writing_run,
-)
+from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, check_same, settings_of
 from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
-from grade.training.logs import Lines, LogBuffer, history_rows, token_table
+from grade.training.logs import Lines, LogBuffer, token_table
 from grade.training.trl import DROPPED, NEUTRAL, REFUSED, RENAMED, refuse_unknown
 
 if TYPE_CHECKING:
@@ -138,14 +114,14 @@ _NOT_CALLED = ("compute_loss", "_compute_loss", "prediction_step", "get_decay_pa
                "compute_loss_context_manager", "autocast_smart_context_manager")  # fmt: skip
 """Methods of the Trainer's and of TRL's that the engines stand for: a subclass that has them would train as if not."""
 _CALLED = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "log", "evaluate")
-_LENGTH = ("max_steps", "num_train_epochs")
-"""Settings that may differ from those of the checkpoint that is continued."""
 _SETTLED = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "bf16", "report_to",
 }  # fmt: skip
 """Settings of the Trainer's that construction has read, beside all of ours."""
 WINDOW_PROMPT = 32
 """Tokens of the prompts that whole texts are cut into, where max_prompt_length says nothing."""
+_SAVING = ".saving"
+"""Folder within ``output_dir`` where a checkpoint is written before it is renamed."""
 
 
 class GradeTrainer(Trainer):
@@ -181,6 +157,7 @@ class GradeTrainer(Trainer):
     """
 
     _tag_names = ["grade", "reward-gradients"]
+    _is_saving = False
 
     def __init__(
         self,
@@ -214,7 +191,7 @@ class GradeTrainer(Trainer):
             if getattr(type(self), name, None) is not getattr(GradeTrainer, name, None):
                 allowed = f"as in GradeTrainer, which does not call it; a subclass may change {', '.join(_CALLED)}"
                 raise InputError(f"{type(self).__name__}.{name}", "another method", allowed)
-        self.args = args
+        self.args, self._settings = args, settings_of(args)
         if callbacks is not None and not isinstance(callbacks, list | tuple):
             raise InputError("callbacks", callbacks, "a list of TrainerCallback")
         for callback in callbacks or ():
@@ -278,12 +255,11 @@ class GradeTrainer(Trainer):
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
         self.seconds = 0.0
         self._check_optimizers(optimizers)
-        with writing(args.output_dir, "output_dir"):
-            super().__init__(
-                model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
-                eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer,
-                callbacks=callbacks and list(callbacks), optimizers=optimizers,
-            )  # fmt: skip
+        super().__init__(
+            model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer,
+            callbacks=callbacks and list(callbacks), optimizers=optimizers,
+        )  # fmt: skip
         for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
@@ -556,7 +532,7 @@ class GradeTrainer(Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: None = None,
         ignore_keys_for_eval: None = None, **others: Any,
     ) -> TrainOutput:  # fmt: skip
-        """Train, or continue from a checkpoint's folder; True: the newest whole one of ``output_dir``'s last run.
+        """Train, or continue from a checkpoint's folder; True: the newest one in ``output_dir``.
 
         None is ``args.resume_from_checkpoint``.
         """
@@ -569,29 +545,16 @@ class GradeTrainer(Trainer):
             self.add_callback(_StepEnd(self))  # removed with all others
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
-            resume_from_checkpoint = str(newest)
-        known = isinstance(given := resume_from_checkpoint, str | Path) and (Path(given) / STATE_FILE).is_file()
-        if not (known or given is None or given is False):
-            allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
-            raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
-        self._began = time.time()  # a run that is continued has begun before
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
-        self.best_before: str | None = None  # the best checkpoint of a run that is continued
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
         self._own_steps = 0, 0  # steps that were counted, and how many of them had own completions
         self._called = -1  # and the last whose log, evaluation and checkpoint the Trainer asked for
-        self._unevaluated = False  # the step: its evaluation failed, as its checkpoint says
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
             if self._texts is not None:
                 self._distil_texts(bool(resume_from_checkpoint))
             return super().train(resume_from_checkpoint)
-        except BaseException:
-            with suppress(OSError):  # the folder, which the Trainer made, where nothing was written
-                os.rmdir(self.args.output_dir)
-            raise
         finally:
             self.args.eval_on_start = eval_on_start
             if self.sampler is not None:
@@ -809,7 +772,6 @@ class GradeTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        check_whole(best, "load_best_model_at_end")
         restore_adapter(self.backbone.peft, best)
         self._choose("policy", f"that of {best.name}, whose {self.args.metric_for_best_model} is the best")
 
@@ -978,28 +940,6 @@ class GradeTrainer(Trainer):
         self.control.should_log = self.control.should_log or self.control.should_evaluate
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As the Trainer; where a reward or the judge fails, the steps are saved, and a resume begins with it."""
-        rows = len(self.state.log_history)
-        try:
-            metrics = super()._evaluate(*args, **kwargs)
-        except Exception:
-            save = self.state.global_step and self.args.save_strategy != "no" and not self._unevaluated
-            if save and self.args.world_size == 1:  # others may not have failed
-                del self.state.log_history[rows:]  # of sets before the one that failed
-                self._unevaluated = True
-                with suppress(InputError, OSError):  # the first error is the one to read
-                    self._save_checkpoint(self.model, None)
-            raise
-        self._unevaluated = False
-        return metrics
-
-    def _make_up(self) -> None:
-        """The evaluation that failed, and its checkpoint again."""
-        if self._unevaluated:
-            self.control.should_evaluate = self.control.should_save = True
-            super()._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, self.state.epoch, None, 0.0)
-
     def _samples(self, step: int) -> int:
         """Completions of the policy that a run has drawn."""
         args, (counted, own) = self.args, self._own_steps
@@ -1105,74 +1045,52 @@ class GradeTrainer(Trainer):
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
         args = self.args
         if args.should_save and (args.save_strategy != "no" or args.log_completions) and len(table):
-            table.attrs["table"] = f"{name} of {run_mark(args.output_dir)}"
-            with writing_run(args.output_dir), atomic(self._table_path(name)) as file:
-                table.to_parquet(file, index=False, write_page_checksum=True)
+            with atomic(self._table_path(name)) as file:
+                table.to_parquet(file, index=False)
 
     # ---- checkpoints ----
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(self.args.output_dir, _SAVING) if self._is_saving else self.args.output_dir
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        args, output = self.args, Path(self.args.output_dir)
-        folder = output / f"checkpoint-{self.state.global_step}"
+        """As the Trainer's, and `_save_state`; the folder is renamed when it is complete, so a kill leaves no half."""
+        args, name = self.args, f"checkpoint-{self.state.global_step}"
+        saving, place = Path(args.output_dir, _SAVING), Path(args.output_dir, name)
+        if args.should_save:
+            remove(saving)  # of a process that was killed
+        self.accelerator.wait_for_everyone()
+        self._is_saving = True
         try:
-            with writing_run(output), self._unrotated() as limit:
-                if args.should_save:
-                    remove(folder)  # of a run that was resumed from an earlier one
-                self.accelerator.wait_for_everyone()
-                super()._save_checkpoint(model, trial)
-                if args.should_save:
-                    self._save_state(folder)
-                self.accelerator.wait_for_everyone()  # every process has written its generators
-                if args.should_save:
-                    write_manifest(folder)
-                    self._remove_older(folder, limit)
-        except InputError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(place)
+        if args.should_save:
+            self.state.save_to_json(str(saving / name / TRAINER_STATE_NAME))
+            self._save_state(saving / name)
+        self.accelerator.wait_for_everyone()  # every process has written its generators
+        if args.should_save:
+            remove(place)  # of a run that is continued from an earlier step
+            os.replace(saving / name, place)
+            remove(saving)
+            rotate_checkpoints(args.output_dir, args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
         self.accelerator.wait_for_everyone()
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self._unrotated():  # the newest one is what an interrupted run goes on from
-            return super()._finalize_training(*args, **kwargs)
-
-    @contextmanager
-    def _unrotated(self) -> Iterator[int | None]:
-        """Where the Trainer would remove checkpoints: `_remove_older` does, once this one is whole."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            yield limit
-        finally:
-            self.args.save_total_limit = limit
-
-    def _remove_older(self, folder: Path, limit: int | None) -> None:
-        """As rotate_checkpoints, to which a later step's folder, damaged or another run's, would be the newest."""
-        best = Path(self.state.best_model_checkpoint or folder)
-        older = takewhile(lambda path: path != folder, checkpoints_of(folder.parent))
-        older = [path for path in older if path != best]
-        kept = max(0, (limit or math.inf) - 1 - (best != folder))
-        for path in older[: max(0, len(older) - kept)]:
-            shutil.rmtree(path, ignore_errors=True)
-
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = output_dir or self.args.output_dir
-        with writing(folder, "output_dir"):
-            super()._save(folder, state_dict)
-            if self.args.should_save:
-                adapter, folder = write_fingerprint(self.backbone.peft, folder), Path(folder)
-                # A checkpoint's is written last, a run's own is of other files.
-                if folder not in checkpoints_of(folder.parent) and not (adapter / RUN_FILE).exists():
-                    write_manifest(adapter, [*ADAPTER_FILES, BASE_FILE])
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            write_fingerprint(self.backbone.peft, output_dir or self.args.output_dir)
 
     def _save_state(self, folder: Path) -> None:
-        """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
-        base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
-        state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
-                 "run": run_mark(self.args.output_dir), "began": self._began,
-                 "unevaluated": self._unevaluated}  # fmt: skip
-        tables = {step: self._evaluation_path(step) for step in self.evaluations}  # a used folder has others
-        state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
+        """What the Trainer does not know of. Noise needs no state: it is seeded by step and row."""
+        state = {
+            "settings": {"reward": self.rewards.names} | self._settings, "seconds": self.seconds,
+            "window": self.log_buffer.state(), "evaluations": sorted(self.evaluations),
+            "text_steps": self.text_steps, "chosen": self.chosen,
+        }  # fmt: skip
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
-        state |= {"text_steps": self.text_steps, "chosen": self.chosen, "optimizer": self._optimizer_kind()}
         if self.learner is not None:
             state["means"] = self.learner.means
             tensors = {name: value for learner in self._learners for name, value in learner.tensors().items()}
@@ -1180,99 +1098,37 @@ class GradeTrainer(Trainer):
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
         write_json(folder / STATE_FILE, state)
 
-    def _optimizer_kind(self) -> str:
-        """The name of its class, perhaps within Accelerate's."""
-        return type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
-
-    def _settings(self) -> dict[str, Any]:
-        teacher = self.teacher and self.teacher.fingerprint()
-        return {
-            "reward": self.rewards.names, "prompts and texts": self._read, **settings_of(self.args),
-            "teacher's weights": teacher, "type of the base": str(self.backbone.dtype),
-            "processing_class": tokenizer_hash(self.backbone.tokenizer),
-            "chat template": hashed(getattr(self.backbone.tokenizer, "chat_template", None)),
-        }  # fmt: skip
-
-    @cached_property
-    def _read(self) -> str:
-        """A hash of the prompts and the texts that are trained on."""
-        prompts = of_columns(self._prompts or (), "prompt")
-        texts = [[*row.values()] for row in self._texts or ()]
-        return hashed([prompts[i]["prompt"] for i in range(len(prompts))], texts)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        check_whole(folder, "resume_from_checkpoint")
-        for name in (OPTIMIZER_FILE, SCHEDULER_NAME, "rng_state*.pth"):
-            if not any(path.is_file() for path in folder.glob(name)):
-                allowed = f"a folder with {name}, which save_only_model leaves out"
-                raise InputError("resume_from_checkpoint", str(folder), allowed)
-        with reading("resume_from_checkpoint", folder, "a checkpoint of GradeTrainer"):
-            ours = read_json(folder / STATE_FILE)
-            before = ours["settings"]
-            for name, value in self._settings().items():
-                if name not in _LENGTH and before.get(name, value) != value:
-                    raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
-            state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-            history_rows(state.log_history + [])
-            if state.global_step not in range(self.args.max_steps + 1):
-                allowed = f"at least {state.global_step!r}, the step of {folder}"
-                raise InputError("max_steps", self.args.max_steps, allowed)
-            if self.args.load_best_model_at_end and state.best_model_checkpoint:
-                self.best_before = self._found(Path(state.best_model_checkpoint), folder.parent, ours.get("run"))
+        if not (folder / OPTIMIZER_FILE).is_file():  # the Trainer would begin with a new optimizer
+            allowed = f"a checkpoint with {OPTIMIZER_FILE}, which save_only_model leaves out"
+            raise InputError("resume_from_checkpoint", str(folder), allowed)
+        check_same(folder, {"reward": self.rewards.names} | self._settings)
         restore_adapter(self.backbone.peft, folder)
 
-    def _found(self, best: Path, beside: Path, run: str | None) -> str:
-        """A run's best checkpoint, where the run may have been moved and another one be in its old place."""
-        for folder in (beside / best.name, Path(self.args.output_dir, best.name), best):
-            if folder.is_dir() and read_json(folder / STATE_FILE).get("run") == run:
-                return str(folder)
-        raise InputError("load_best_model_at_end", str(best), "the best checkpoint so far, there or in output_dir")
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-            if isinstance(schedule, LambdaLR):  # whose length may be another than the checkpoint's
-                rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-                schedule._last_lr = [base * rate(schedule.last_epoch) for base, rate in rates]
-                for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
-                    group["lr"] = rate
-            state = read_json(Path(checkpoint) / STATE_FILE)
-            if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
-                raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")
-            self.seconds, self._unevaluated = float(state["seconds"]), state.get("unevaluated", False)
-            self._began = float(state.get("began", 0.0))
-            self.log_buffer.restore(state["window"])
-            for step, known in state["evaluations"].items():
-                table = self._evaluation_path(int(step))
-                if not table.is_file():
-                    logger.warning(f"{table} is missing: the results leave the evaluation after step {step} out")
-                elif sha256_of(table) != known:
-                    allowed = f"the table as it was written; without it the results leave step {step} out"
-                    raise InputError("resume_from_checkpoint", str(table), allowed)
-                else:
-                    self.evaluations[int(step)] = Evaluation.of_table(pd.read_parquet(table))
-            if state["text_steps"] > self.text_steps:  # they only ever become fewer
-                allowed = f"one with at least {state['text_steps']} steps along texts, as {checkpoint} has made"
-                raise InputError("max_steps", self.args.max_steps, allowed)
-            self._set_text_steps(state["text_steps"])
-            self.chosen |= state["chosen"]
-            if self.kl_budget is not None:
-                self.kl_budget.restore(state["kl_budget"])
-            if self.learner is not None:
-                self.learner.means[:] = map(float, state["means"])
-                if (learned := Path(checkpoint) / LEARNER_FILE).is_file():
-                    for learner in self._learners:
-                        learner.load_tensors(load_file(learned))
-                    beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
-                    self.objective = replace(self.objective, beta=beta)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with reading("resume_from_checkpoint", str(checkpoint), "a checkpoint with the state of its generators"):
-            super()._load_rng_state(checkpoint)
+            return
+        folder = Path(checkpoint)
+        state = read_json(folder / STATE_FILE)
+        self.seconds = state["seconds"]
+        self.log_buffer.restore(state["window"])
+        for step in state["evaluations"]:
+            table = folder.parent / "completions" / self._evaluation_path(step).name
+            if table.is_file():
+                self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
+        self._set_text_steps(state["text_steps"])
+        self.chosen |= state["chosen"]
+        if self.kl_budget is not None:
+            self.kl_budget.restore(state["kl_budget"])
+        if self.learner is not None:
+            self.learner.means[:] = state["means"]
+            if (learned := folder / LEARNER_FILE).is_file():
+                for learner in self._learners:
+                    learner.load_tensors(load_file(learned))
+                beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
+                self.objective = replace(self.objective, beta=beta)
 
     @property
     def _learners(self) -> set[Learner]:
@@ -1319,9 +1175,9 @@ class _StepEnd(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.num_train_epochs = math.ceil(self.trainer.passes(state.max_steps))
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of the run before
-        # The Trainer takes what is in the place where the run was, or forgets it.
-        state.best_model_checkpoint = self.trainer.best_before or state.best_model_checkpoint
-        self.trainer._make_up()
+        best = Path(args.output_dir, f"checkpoint-{state.best_global_step}")
+        if state.best_model_checkpoint is None and best.is_dir():  # the run was moved since
+            state.best_model_checkpoint = str(best)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._updated()

@@ -15,7 +15,7 @@ from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure
 from grade.experiments.teachers.metrics import teacher_peer_figures
 from grade.experiments.trl_runs import require_peer, write_contest
 from grade.experiments.trl_traces import trl_traces
-from grade.files import claimed, write_text
+from grade.files import write_text
 from grade.results import environment, write_metrics
 
 
@@ -23,10 +23,9 @@ from grade.results import environment, write_metrics
 def _peers(args: argparse.Namespace) -> None:
     """Train our methods and TRL's GRPOTrainer on the same task, each in a process of its own."""
     config = PeersConfig.load(args.config, args.set)
-    with claimed(args.output_dir, (), shared=True):
-        curves, costs, settings = compare_peers(config)
-        figures = peer_figures(curves, costs) | settings
-        write_peers(args.output_dir, curves, figures)
+    curves, costs, settings = compare_peers(config)
+    figures = peer_figures(curves, costs) | settings
+    write_peers(args.output_dir, curves, figures)
     print_metrics(figures)
 
 
@@ -34,9 +33,8 @@ def _peers(args: argparse.Namespace) -> None:
 def _text_peers(args: argparse.Namespace) -> None:
     """Compare what others do with scored text, or with samples, with this project's methods."""
     config = TextPeersConfig.load(args.config, args.set)
-    with claimed(args.output_dir, (), shared=True):
-        for rows in compare_text_peers(config):
-            write_contest(args.output_dir, {"runs": rows})
+    for rows in compare_text_peers(config):
+        write_contest(args.output_dir, {"runs": rows})
     print(f"wrote {args.output_dir}")
 
 
@@ -44,13 +42,12 @@ def _text_peers(args: argparse.Namespace) -> None:
 def _teacher_peers(args: argparse.Namespace) -> None:
     """Distil a teacher beside TRL's DistillationTrainer, each in a process of its own."""
     config = TeacherPeersConfig.load(args.config, args.set)
-    with claimed(args.output_dir, (), shared=True):
-        curves, costs = measure_teacher_peers(config)
-        traces = trl_traces(layers=config.trace_layers) if config.trace_layers else None
-        figures = teacher_peer_figures(curves, costs, traces)
-        tables = {"curves": curves, "timings/costs": costs, "trl_traces": traces}
-        write_contest(args.output_dir, tables, threads=1)  # of each process that trains
-        write_metrics(Path(args.output_dir, "metrics.json"), figures)
+    curves, costs = measure_teacher_peers(config)
+    traces = trl_traces(layers=config.trace_layers) if config.trace_layers else None
+    figures = teacher_peer_figures(curves, costs, traces)
+    tables = {"curves": curves, "timings/costs": costs, "trl_traces": traces}
+    write_contest(args.output_dir, tables, threads=1)  # of each process that trains
+    write_metrics(Path(args.output_dir, "metrics.json"), figures)
     print_metrics(figures)
 
 
@@ -59,11 +56,10 @@ def _step_peers(args: argparse.Namespace) -> None:
     """Run steps of TRL's trainers: traced and real peaks, and seconds beside ours."""
     config, about = StepPeersConfig.load(args.config, args.set), environment()
     require_peer("trl")
-    with claimed(args.output_dir, (), shared=True):
-        for name, measured in (*((method, partial(timed_rows, method)) for method in METHODS), ("trl", trl_rows)):
-            rows = []
-            for row in chain.from_iterable(measured(model, config.device) for model in config.models):
-                rows.append(row)
-                text = json.dumps({"environment": about, "steps": rows}, indent=1) + "\n"
-                write_text(Path(args.output_dir, f"{name}.json"), text)
-                print(*row.values())
+    for name, measured in (*((method, partial(timed_rows, method)) for method in METHODS), ("trl", trl_rows)):
+        rows = []
+        for row in chain.from_iterable(measured(model, config.device) for model in config.models):
+            rows.append(row)
+            text = json.dumps({"environment": about, "steps": rows}, indent=1) + "\n"
+            write_text(Path(args.output_dir, f"{name}.json"), text)
+            print(*row.values())
