@@ -1,8 +1,9 @@
 """A training run from beginning to end: load, train or continue, write its files.
 
-``<output_dir>`` holds ``checkpoint-<step>/`` (to continue from) while it trains; then ``adapter/`` (what PEFT loads),
+``<output_dir>`` holds ``checkpoint-<step>/`` (to continue from) while it trains; then ``adapter/`` (what PEFT loads,
+with a model card),
 ``checkpoints/step-<step>/`` (adapters along the way), ``completions/`` (tables of text with rewards), ``history.csv``,
-``timings.csv``, ``metrics.json``, ``samples.json`` and a model card.
+``timings.csv``, ``metrics.json`` and ``samples.json``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 
-from grade.files import atomic, write_json, write_text
+from grade.files import atomic, write_json
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
-from grade.training.card import run_card
+from grade.training.card import model_card
 from grade.training.evaluate import Evaluation
 from grade.training.folder import OPTIMIZER_FILE, Resume, beginning, clear, finish
 from grade.training.load import Prompts, Task, load_task
@@ -149,14 +150,18 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
     """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
     output, name = Path(output_dir), Path(config.output_dir).resolve().name
     others = {path.name: path for path in output.glob("checkpoint-*/")}
-    kept, lora = others.pop(f"checkpoint-{result.kept}", None), task.backbone.peft.active_peft_config
-    outcome = lora, result.before, result.after, result.method, result.step, result.chosen
+    kept = others.pop(f"checkpoint-{result.kept}", None)
+    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
+    card = model_card(
+        config, result.before, result.after, name=name, base=config.base_name or config.model,
+        method=result.method or config.method, rewards=[*rewards, *(["teacher"] if config.teacher else [])],
+        prompts=config.train_dataset, steps=result.step, chosen=result.chosen,
+    )  # fmt: skip
     with atomic(output / "adapter") as adapter:
         task.backbone.save_adapter(adapter)
         if kept is not None:
             _copy(kept, adapter, [OPTIMIZER_FILE])
-        card = run_card(config, f"{name}/adapter", ".", *outcome)  # over PEFT's empty one
-        (adapter / "README.md").write_text(card, encoding="utf-8")
+        (adapter / "README.md").write_text(card, encoding="utf-8")  # over PEFT's empty one
     with atomic(output / "checkpoints") as checkpoints:
         checkpoints.mkdir()
         for other in others.values():
@@ -167,7 +172,6 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         write_history(output / file, parts)
     write_json(output / "samples.json", _samples(config, result))
     write_results(output / "metrics.json", run_metrics(config, result, task.backbone))
-    write_text(output / "README.md", run_card(config, name, "adapter", *outcome))
 
 
 def _copy(source: Path, target: Path, names: list[str]) -> None:

@@ -1137,31 +1137,17 @@ class GradeTrainer(Trainer):
 
     # ---- model card ----
     def create_model_card(
-        self, language: str | None = None, license: str | None = None, tags: str | list[str] | None = None,
-        model_name: str | None = None, finetuned_from: str | None = None, tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None, dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None, dataset_name: str | None = None,
-    ) -> None:  # fmt: skip
-        """As the Trainer's (less ``dataset_args``), with the evaluations before and after training.
-
-        ``dataset_name`` is TRL's name of ``dataset``.
-        """
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write ``README.md``, as of TRL's trainers, with the evaluations before and after training."""
         if not self.is_world_process_zero():
             return
-        output = Path(self.args.output_dir)
-        about = {"language": language, "license": license, "pipeline_tag": (_listed(tasks) or [None])[0]}
-        words = ", ".join(_listed(dataset or dataset_name) or _listed(dataset_tags))
-        train, sets = self.train_dataset, self.eval_dataset
-        held_out = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
+        output, rows = Path(self.args.output_dir), 0 if self.train_dataset is None else len(self.train_dataset)
         card = model_card(
-            self.args, self.backbone.peft.active_peft_config, *self.saved_ends(),
-            name=model_name or output.resolve().name, method=self.args.method, rewards=self.rewards.names,
-            steps=self.state.global_step,
-            base=finetuned_from or getattr(self.backbone.model.config, "_name_or_path", ""),
-            train_data=", ".join(filter(None, (words, "" if train is None else f"{len(train)} rows"))),
-            eval_data="; ".join(f"{name}: {len(rows)} rows".removeprefix(": ") for name, rows in held_out.items()),
-            chosen=self.chosen, tags=_listed(tags), datasets=_listed(dataset_tags),
-            about={name: value for name, value in about.items() if value},
+            self.args, *self.saved_ends(), name=model_name or output.resolve().name, method=self.args.method,
+            base=getattr(self.backbone.model.config, "_name_or_path", ""), rewards=self.rewards.names,
+            prompts=dataset_name or f"{rows} rows", steps=self.state.global_step, chosen=self.chosen,
+            tags=[tags] if isinstance(tags, str) else tags or (),
         )  # fmt: skip
         write_text(output / "README.md", card)
 
@@ -1263,7 +1249,3 @@ def _refuse_unread(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise InputError(name, value, "None: it has no effect here")
-
-
-def _listed(value: Any) -> list[str]:
-    return [] if not value else [value] if isinstance(value, str) else list(value)
