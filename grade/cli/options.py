@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin
 import pydantic
 
 from grade.config import Config, Settings, own_fields
-from grade.files import OPTION, check_apart
 
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
 """By command, what adds its options and the function that executes them."""
@@ -42,10 +41,6 @@ def command(
     """
 
     def registered(execute: Callable) -> Callable:
-        def apart(args: argparse.Namespace) -> None:
-            check_apart({"--metrics": args.metrics, OPTION: args.output_dir})
-            execute(args)
-
         def add(parser: argparse.ArgumentParser) -> None:
             required = [option(f"--{key.replace('_', '-')}", required=True, help=text,
                                metavar="FILE" if key == "metrics" else "DIR")
@@ -59,7 +54,7 @@ def command(
             if config:
                 lines = [*_describe(config), *([f"  ... {others}"] if others else [])]
                 parser.epilog = "config keys (--set KEY=VALUE, or --KEY VALUE; default): meaning\n" + "\n".join(lines)
-            parser.set_defaults(execute=apart if paths.keys() >= {"output_dir", "metrics"} else execute)
+            parser.set_defaults(execute=execute)
 
         ADD[name] = add
         return execute

@@ -140,12 +140,12 @@ def sharded_project(root: Path) -> dict:
 
 
 def interrupted(root: Path, method: str, common: dict, environment: dict[str, str]) -> list[list[int]]:
-    """A run that is stopped twice, and goes on with another number of processes each time."""
+    """A run that is killed twice, and goes on with another number of processes each time."""
 
     def work(processes: int, last: int):
         def stopping(self, *args, plain=GradeTrainer.training_step):
-            if self.state.global_step == last - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+            if self.state.global_step == last:
+                os.kill(os.getpid(), signal.SIGKILL)
             return plain(self, *args)
 
         GradeTrainer.training_step = stopping

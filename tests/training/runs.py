@@ -61,10 +61,8 @@ def in_child(work) -> int:
     gc.freeze()  # accelerate collects garbage at the start of training, and would search all that was imported
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")
-        result = work()
-        code = 128 + result.received if result and result.interrupted else 0
-    except KeyboardInterrupt:
-        code = 130
+        work()
+        code = 0
     except BaseException:
         traceback.print_exc(file=open(os.environ.get("INTERRUPTED_LOG", os.devnull), "a"))
     finally:

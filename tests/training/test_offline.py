@@ -98,7 +98,7 @@ def test_auto_begins_along_texts_and_goes_on_with_own_completions(tmp_path):
     assert run.chosen["steps along the texts"].startswith("8 of 16, beta from")
     assert "64 own completions rise with the prediction" in run.chosen["transfer"]
     run.create_model_card()
-    assert f"| transfer | {run.chosen['transfer']} |" in (tmp_path / "README.md").read_text()
+    assert f"- transfer: {run.chosen['transfer']}" in (tmp_path / "README.md").read_text()
 
 
 def test_auto_starts_over_without_texts_that_own_completions_disprove(tmp_path):

@@ -83,29 +83,8 @@ def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     trainer(base, tmp_path, save_steps=1).train()
     for name, value in {"seed": 7, "optim": "sgd"}.items():
         with pytest.raises(InputError, match=f"{name}: got .*, as in .*checkpoint-1"):
-            made = trainer(base, tmp_path, max_steps=3, **{name: value})
+            made = trainer(base, tmp_path, save_steps=1, **{name: value})
             made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    other = trainer(base, tmp_path, max_steps=3, dataset=PROMPTS.select(range(1, 9)))
-    with pytest.raises(InputError, match="prompts and texts: got .*, as in .*checkpoint-1"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    longer = trainer(base, tmp_path, max_steps=3)
-    longer.train(resume_from_checkpoint=True)
-    assert longer.state.global_step == 3
-    rates = [row["learning_rate"] for row in longer.state.log_history if "loss" in row]
-    assert rates == pytest.approx([1e-2, 5e-3, 1e-2 / 3])  # the rest of three steps' schedule
-    first, last = (load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 3))
-    assert any(not torch.equal(first[name], last[name]) for name in first)  # two steps' schedule ends at 0
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = "{{ messages }}"
-    lora = LoraSettings(r=16, alpha=32)
-    talking = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, lora)
-    with pytest.raises(InputError, match="chat template: got .*, as in .*checkpoint-3"):
-        trainer(talking, tmp_path, max_steps=4).train(resume_from_checkpoint=True)
-    with pytest.raises(InputError, match="max_steps: got 2; allowed: at least 3, the step of .*checkpoint-3"):
-        trainer(base, tmp_path).train(resume_from_checkpoint=True)
-    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match="type of the base: got 'torch.bfloat16'"):
-        trainer(whole, tmp_path, max_steps=3).train(resume_from_checkpoint=True)
 
 
 def test_a_run_without_an_end_begins_at_once(base, tmp_path):
@@ -185,9 +164,6 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
     saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
     train(str(tmp_path / "checkpoint-2"))
-    (tmp_path / "checkpoint-1" / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="load_best_model_at_end: got .*checkpoint-1'; .*adapter_config.json is dama"):
-        train(str(tmp_path / "checkpoint-2"))
 
 
 def test_of_so_many_checkpoints_one_is_the_best(base, tmp_path):
@@ -223,19 +199,14 @@ def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_
     assert kept(first)
     last = saved(tmp_path / "first", 3)
     (tmp_path / "first").rename(moved)
-    shutil.copytree(moved / "checkpoint-2", tmp_path / "first" / "checkpoint-1")  # another run in its old place
     finished = made(moved)
     finished.train(resume_from_checkpoint=True)
     assert kept(finished)
-    shutil.rmtree(tmp_path / "first")
     shutil.rmtree(moved / "checkpoint-3")
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(moved / "checkpoint-2")  # a whole model beside it
     again = made(moved)
     again.train(resume_from_checkpoint=True)
     assert kept(again) and all(torch.equal(value, last[n]) for n, value in saved(moved, 3).items())
-    shutil.rmtree(moved / "checkpoint-1")
-    with pytest.raises(InputError, match="load_best_model_at_end: got .*checkpoint-1'; .*the best checkpoint so far"):
-        made(moved).train(resume_from_checkpoint=True)
 
 
 def test_evaluations_of_an_earlier_run_in_the_folder_are_not_those_of_the_next(base, tmp_path):
@@ -309,25 +280,6 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     assert table["reward"].tolist() == table["completion"].str.len().tolist() == table["rewards/reward"].tolist()
     held_out = pd.read_parquet(tmp_path / "completions" / "eval_00002.parquet")
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
-
-
-def test_a_reward_that_fails_in_an_evaluation_loses_no_step(base, tmp_path):
-    """Of two sets the second fails; the mended run has each set's row once."""
-    sets = {"few": PROMPTS.select(range(2)), "many": PROMPTS}
-    down = True
-
-    def judged(completions, trainer_state, **_):
-        if down and trainer_state.global_step == 2 and len(completions) > 8:
-            raise ConnectionError("no answer")
-        return length(completions)
-
-    options = dict(held_out=sets, eval_on_end=True, per_device_eval_batch_size=10, save_strategy="steps")
-    with pytest.raises(InputError, match="no answer"):
-        trainer(base, tmp_path, judged, **options).train()
-    down, again = False, trainer(base, tmp_path, judged, **options)
-    again.train(resume_from_checkpoint=True)
-    rows = [row for row in again.state.log_history if "eval_few_reward" in row or "eval_many_reward" in row]
-    assert [row["step"] for row in rows] == [2, 2]
 
 
 @pytest.mark.parametrize(("log", "name", "value", "message"), [
@@ -441,20 +393,6 @@ def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
-def test_of_two_runs_in_a_folder_the_last_one_is_continued(base, tmp_path):
-    """The first, with a reward that was mended since, has the later step."""
-    shorter, longer = (lambda completions, by=by, **_: [by * len(text) for text in completions] for by in (-1, 1))
-    for reward, steps in ((shorter, 4), (longer, 2)):
-        trainer(base, tmp_path, reward, max_steps=steps, save_steps=1, lr_scheduler_type="constant").train()
-    for steps in (3, 4):
-        made = trainer(base, tmp_path, longer, max_steps=steps, save_steps=1, lr_scheduler_type="constant")
-        made.train(resume_from_checkpoint=True)
-    whole = trainer(base, tmp_path / "whole", longer, max_steps=4, lr_scheduler_type="constant")
-    whole.train()
-    rewards = [[row["reward"] for row in each.state.log_history if "loss" in row] for each in (made, whole)]
-    assert rewards[0] == rewards[1] and len(rewards[0]) == 4 and min(rewards[0]) > 0
-
-
 # ---- what it refuses ----
 BAD_RUNS = {
     "a prompt longer than the context": (
@@ -562,32 +500,6 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
 
 
-def test_an_adapter_that_is_saved_has_a_manifest_beside_that_of_a_run(base, tmp_path):
-    made = trainer(base, tmp_path / "run", save_steps=1)
-    made.train()
-    made.save_model()
-    weights = tmp_path / "run" / "adapter_model.safetensors"
-    Backbone.load(base, adapter=str(weights.parent))
-    content = bytearray(weights.read_bytes())
-    content[-6] ^= 4
-    weights.write_bytes(content)
-    with pytest.raises(InputError, match="adapter: got .*manifest.json says; adapter_model.safetensors is damaged"):
-        Backbone.load(base, adapter=str(weights.parent))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "run.json").write_text("{}")
-    made.save_model(str(tmp_path / "other"))
-    assert not (tmp_path / "other" / "manifest.json").exists()
-
-
-def test_another_kind_of_optimizer_cannot_continue_a_run(base, tmp_path):
-    trainer(base, tmp_path, max_steps=1).train()
-    policy = Backbone(AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base), LoraSettings())
-    pair = torch.optim.SGD(policy.trainable_parameters(), 0.1), None
-    other = GradeTrainer(policy, length, GradeConfig(str(tmp_path), **SMALL), PROMPTS, optimizers=pair)
-    with pytest.raises(InputError, match="optimizers: got 'SGD'; allowed: AdamW, as in "):
-        other.train(resume_from_checkpoint=True)
-
-
 @pytest.mark.parametrize("name, value", [("num_generations", 3), ("delta", 1.0)])
 def test_a_setting_that_is_changed_afterwards_is_checked(name, value, base, tmp_path):
     args = GradeConfig(str(tmp_path / "run"), **SMALL)
@@ -679,12 +591,6 @@ def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
     assert made.state.global_step == 1
     for call, message in (
         (trainer(base, tmp_path, dataset=None).train, "train_dataset: got None"),
-        (lambda: made.train(resume_from_checkpoint=True), "resume_from_checkpoint: got True; .*True where a whole one"),
-        (lambda: made.train(3), "resume_from_checkpoint: got 3"),
-        (lambda: made.train(""), "resume_from_checkpoint: got ''; allowed: a checkpoint's folder, or True"),
-        (lambda: made.train("latest"), "resume_from_checkpoint: got 'latest'; allowed: a checkpoint's folder, or True"),
-        (lambda: made.train(__file__), "resume_from_checkpoint: got .*; allowed: a checkpoint's folder, or True"),
-        (lambda: made.train(tmp_path), "resume_from_checkpoint: got .*; allowed: a checkpoint's folder, or True"),
         (lambda: made.train(trial={"a": 1}), "trial: got .*; allowed: None"),
         (lambda: made.train(ignore_keys_for_eval=["a"]), "ignore_keys_for_eval: got .*; allowed: None"),
         (lambda: made.train(model_path="x"), "model_path: got 'x'; allowed: a known argument of train"),
@@ -697,8 +603,6 @@ def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
         (lambda: made.add_callback("tensorboard"), "callbacks: got 'tensorboard'"),
         (made.hyperparameter_search, "hyperparameter_search: got 'a call'"),
         (made.push_to_hub, "push_to_hub: got"),
-        (lambda: made.save_model(__file__), "output_dir: got .*a folder that can be written"),
-        (lambda: trainer(base, __file__), "output_dir: got .*a folder that can be written"),
     ):
         with pytest.raises(InputError, match=message):
             call()

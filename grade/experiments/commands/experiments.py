@@ -10,7 +10,6 @@ from grade.cli.options import command, option, values
 from grade.config import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.experiments.measured import measure_all
-from grade.files import check_file, claimed
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
@@ -35,7 +34,6 @@ def _notebook(args: argparse.Namespace) -> None:
     parameters |= dict(parse_assignment(text, "NAME=VALUE") for text in args.set)
     if args.runs and "runs_dir" in default_parameters(args.notebook):
         parameters["runs_dir"] = args.runs
-    check_file(args.output, "output", ".ipynb")
     if os.path.realpath(args.output) == os.path.realpath(args.notebook):
         raise InputError("output", args.output, "another file than the source notebook")
     try:
@@ -90,6 +88,5 @@ def _measure(args: argparse.Namespace) -> None:
         if field.endswith("model") and value:
             model_config(value, field)
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
-    with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
-        measure_all(experiment, settings, args.output_dir)
+    measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")

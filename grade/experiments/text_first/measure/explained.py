@@ -5,16 +5,21 @@ from functools import partial
 from typing import Annotated
 
 import pandas as pd
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.data.texts import read_texts, reference_texts, score_texts
 from grade.experiments.rewards import GROUP, FamilyName, Models, Policy, RewardName, load_subject, source_values
-from grade.gradients.distilled.families import make_family
+from grade.gradients.distilled.families import Family, make_family
+from grade.gradients.distilled.prior import fit_texts, observed
+from grade.gradients.distilled.ridge import calibrated, centred
+from grade.gradients.losses import relative
+from grade.models.prompts import ScoredTexts
 from grade.models.samplers import Sampler
 from grade.rewards.rewards import make_rewards
-from grade.training.explained import explained_curve
 
 
 class TextFits(Config):
@@ -44,9 +49,19 @@ def explained_table(models: Models, name: str, of: TextFits) -> pd.DataFrame:
         made = {family: make_family(family, backbone)}
         for n in sorted({min(size, len(texts)) for size in of.sizes}):
             start = time.perf_counter()
-            (row,) = explained_curve(made, texts[:n], own, GROUP, [n]).to_dict("records")
+            fit = fit_texts(made, texts[:n])
+            r2, slope = measured_on(own, made[family], fit.all[0])
             table.append(dict(
                 subject=name, policy=of.policy, reward=of.reward, family=family, texts=n,
-                held_out=row["held_out"], r2=row["policy"], slope=row["slope"], seconds=time.perf_counter() - start,
+                held_out=fit.choice.r2, r2=r2, slope=slope, seconds=time.perf_counter() - start,
             ))  # fmt: skip
     return pd.DataFrame(table)
+
+
+@torch.no_grad()
+def measured_on(completions: ScoredTexts, family: Family, weights: Tensor) -> tuple[float, float]:
+    """R2 of a fit within prompts, and the slope of the reward on its prediction, on completions in groups."""
+    predicted = family.predict(weights, family.rows(observed(family, completions))).double().cpu()
+    differences = relative(completions.rewards.view(-1, GROUP)).flatten().nan_to_num(0.0).cpu()
+    r2, slope, _ = calibrated(centred(predicted, GROUP), differences, GROUP)
+    return r2, slope
