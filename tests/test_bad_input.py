@@ -273,9 +273,6 @@ def cases():
         yield command, text, says, {}
     for experiment, text, says in (
         ("validation", "etas=[0]", "etas.0"), ("validation", "completion_tokens=1000000000", "5^1000000000"),
-        ("scale", "methods=[nope]", "methods.0"), ("scale", "samplers=[x]", "sampler"),
-        ("scale", "fits_budget=lots", "fits_budget"), ("scale", "sampling_file=base", "sampling_file"),
-        ("scale", "policy_dir=small.ipynb", "policy_dir"), ("scale", "fits_model=nowhere", "fits_model"),
         ("teachers", "peers=nowhere", "peers"), ("teachers", "'runs.methods={rloo: {nonsense: 1}}'", "nonsense"),
         ("text_first", "kl_levels=[-1.0,1.0]", "kl_levels.0"), ("text_first", "published=nowhere", "published"),
         ("any_reward", "cost.tiny=0", "cost.tiny"),
