@@ -62,7 +62,7 @@ def command(name, root, output):
         "backbone": [*config, *reviews, "--raw-dir", root / "in"], "pretrain": [*config, *reviews, *metrics],
         "gold": [*reviews, *metrics],
         "reward": [*config, *reviews, *metrics, "--kind", "bag", "--backbone", root / "in" / "base"],
-        "train": config, "measure": [], "peers": [],
+        "train": config, "measure": [],
     }  # fmt: skip
     if name == "merge":
         return ["merge", str(root / "run" / "adapter"), str(output)]
@@ -86,7 +86,7 @@ def litter(folder):
 
 # --- refused before anything is computed ---
 OWNING = ("data", "backbone", "pretrain", "gold", "reward", "merge")
-COMMANDS = (*OWNING, "fetch", "train", "measure", "peers")
+COMMANDS = (*OWNING, "fetch", "train", "measure")
 
 
 def bad_places(folder):
@@ -122,7 +122,7 @@ def test_a_place_that_is_no_output_is_one_line_and_nothing_changes(name, project
     assert not (project / "metrics").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("fetch", "measure", "peers")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("fetch", "measure")])
 def test_an_input_and_what_is_around_it_are_no_output(name, project, capsys):
     before = listing(project)
     inputs = {"data": "in/reviews.csv", "train": "in/base", "merge": "run/adapter"}

@@ -15,7 +15,6 @@ FLOORS = {
 SHARED = (
     "claims", "enumeration", "formulas", "frontier", "intervals", "learning", "measured", "moments", "plotting",
     "reward_runs", "rewards", "run", "setting", "shallow", "sums", "text_quality", "traced", "training_runs",
-    "trl_runs", "trl_traces",
 )  # fmt: skip
 CHECKOUT = ("experiments", "commands")
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked

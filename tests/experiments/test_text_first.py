@@ -9,7 +9,6 @@ from grade.experiments.learning import reach_table
 from grade.experiments.measured import measure_all, read_table
 from grade.experiments.text_first.measure import tables as experiment
 from grade.experiments.text_first.measure.tables import SMOKE, Settings
-from grade.experiments.text_first.metrics import contest_curves
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +77,3 @@ def test_samples_to_the_baselines_best_reward_at_no_more_kl_by_hand():
     assert table.ratio.to_dict() == pytest.approx({"auto": 20 / 24, "ppo": 24 / 24})
     assert table.loc["ppo", ["n", "censored"]].tolist() == [2, 1] and table.censored["auto"] == 0
     assert (table.low == 0).all()  # of two seeds no ratio is known
-    seconds = pd.DataFrame(rows).assign(
-        seconds=lambda rows: rows["samples"] * rows["method"].map({"auto": 2}).fillna(1)
-    )
-    assert reach_table(seconds, "rloo", "seconds").set_index("method").ratio["auto"] == pytest.approx(40 / 24)
-
-
-def test_in_the_contest_methods_count_with_their_best_strength():
-    row = {"policy": "tiny", "reward_name": "gold", "method": "offline", "seed": 0}
-    peers = pd.DataFrame([row | {"source": "own", "strength": strength, "step": step, "reward": strength * step}
-                          for strength in (0.1, 0.3) for step in (0, 1)])  # fmt: skip
-    curves = contest_curves(peers)
-    assert curves.reward.tolist() == [0.0, 0.3] and set(curves.subject) == {"tiny_gold"}

@@ -7,9 +7,8 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.experiments.learning import subject_names, title
+from grade.experiments.learning import title
 from grade.experiments.plotting import INTERVAL, SERIES, by_method, color, palette, panels, with_ends
-from grade.experiments.rewards import OWN
 from grade.experiments.text_first.metrics import differences, labelled, last
 
 _LINE = dict(color=color("line"), linewidth=1, linestyle="--")
@@ -133,22 +132,3 @@ def sources_figure(runs: pd.DataFrame) -> Figure | None:
     ax.minorticks_off()
     ax.legend(title="")
     return fig
-
-
-def peers_figure(peers: pd.DataFrame | None) -> Figure | None:
-    """Ends of runs of other methods, every strength of each, beside ours; None without a table."""
-    if peers is None:
-        return None
-    names = ["policy", "reward_name", "method", "source", "strength"]
-    rows = peers.astype({"source": str, "strength": str})
-    ends = rows.loc[rows.groupby([*names, "seed"])["step"].idxmax()]
-    ends = ends.groupby(names, sort=False)[["kl", "reward", "samples"]].mean().reset_index().sort_values("kl")
-    ends["method"] += ends["source"].map(lambda source: "" if source == OWN else f", {source} texts")
-    ends["subject"] = list(map(title, subject_names(ends["policy"], ends["reward_name"])))
-    methods = list(dict.fromkeys(ends["method"]))
-    grid = panels(sns.relplot, ends, "Other ways to use scored text, or samples: the end of every run", kind="line",
-                  x="kl", y="reward", hue="method", style="method", hue_order=methods, style_order=methods,
-                  markers=True, dashes=False, palette="tab20", col="subject", height=3.6, aspect=1.2, markersize=8,
-                  facet_kws=dict(sharey=False, sharex=False))  # fmt: skip
-    grid.set_titles("{col_name}").set_axis_labels("KL, nats per completion", "held-out reward")
-    return grid.figure

@@ -9,15 +9,13 @@ import pandas as pd
 from scipy.stats import t as student
 
 from grade.experiments.frontier import estimates, paired_table
-from grade.experiments.learning import AGAINST, REACHED, reach_table, rewards_at_kl, subject_names
+from grade.experiments.learning import AGAINST, REACHED, reach_table, rewards_at_kl
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
-from grade.experiments.text_first.measure.runs import READING
 from grade.experiments.text_first.measure.tables import Settings
 from grade.gradients.methods import FAMILIES
 
 Values = dict[str, float | int | None]
-TRL = "trl_grpo"
 QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
 """What is told of completions at the end of runs."""
 
@@ -42,8 +40,6 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         figures[f"{method}/{subject}/steering_samples"] = int(number) if steers else 0
     reached = reach_table(at_headline(runs, settings), AGAINST)
     figures |= _ratios(reached, "samples_over_rloo")
-    if (peers := tables.get("peers")) is not None:
-        figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl")
     ends = last(runs)
     figures |= estimates(ends, "end/{subject}/{method}", {f"/{name}": name for name in QUALITY})
     figures |= _budget(ends) | _explained(tables)
@@ -51,11 +47,8 @@ def metrics(tables: Tables, settings: Settings) -> Values:
 
 
 def timed_metrics(tables: Tables) -> Values:
-    """Figures of seconds: ``seconds_over_trl/...``, and ``fit/seconds_<n>`` of the default families on SmolLM2."""
+    """Figures of seconds: ``fit/seconds_<n>`` of the default families on SmolLM2."""
     figures: Values = {}
-    if (seconds := tables.get("peer_seconds")) is not None:
-        curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
-        figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl")
     if (fits := tables.get("fit_seconds")) is not None:
         fits = fits[fits["family"].isin(FAMILIES) & (fits["subject"] == "smollm2_gold")]
         figures |= {f"fit/seconds_{n}": seconds for n, seconds in fits.groupby("texts")["seconds"].sum().items()}
@@ -95,14 +88,6 @@ def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     table = paired_table(rewards_at_kl(runs, [level]), [AGAINST])
     reach = table["stderr"].astype(float) * student.ppf(0.975, table["n"].astype(float) - 1)
     return table.assign(low=table["difference"] - reach, high=table["difference"] + reach)
-
-
-def contest_curves(peers: pd.DataFrame) -> pd.DataFrame:
-    """Curves of ours and TRL's by subject; of several sources and strengths a seed's run with the highest reward."""
-    names, peers = ["subject", "method", "seed"], peers[peers["method"].isin([TRL, *READING])]
-    rows = peers.assign(subject=subject_names(peers["policy"], peers["reward_name"]))
-    rows = rows.astype({"source": str, "strength": str})
-    return rows.merge(rows.loc[rows.groupby(names)["reward"].idxmax(), [*names, "source", "strength"]])
 
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:

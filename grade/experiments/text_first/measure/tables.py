@@ -10,14 +10,12 @@ The tables then hold its rows and those that ``published`` has of the others, so
 """
 
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 import pandas as pd
 from pydantic import Field, model_validator
 
 from grade.errors import InputError
-from grade.experiments.measured import read_csv
 from grade.experiments.reward_runs import Method, RunSettings, published_table
 from grade.experiments.text_first.measure.explained import TextFits, explained_table
 from grade.experiments.text_first.measure.runs import TextBench, TextGrid, text_runs
@@ -36,7 +34,6 @@ class Settings(RunSettings):
     """Models, subjects and sizes."""
 
     subjects: list[str] = []  # those that are measured now; empty: all
-    peers: str = ""  # folder of the tables of other methods, as `python -m grade text-peers` wrote them; empty: none
     grids: dict[str, TextGrid] = Field({"tiny_bag": SMOKE}, min_length=1)  # training runs by subject
     chosen_rates: dict[Method, Rate] = {"rloo": 1.0e-2, "auto_texts": 1.0e-2, "offline": 6.0e-3}  # learning rates
     fits: dict[str, TextFits] = {}  # fits by subject
@@ -76,13 +73,6 @@ class Settings(RunSettings):
             parts.append(rows)
         return _joined(parts) if parts else None
 
-    @cached_property
-    def contest(self) -> pd.DataFrame | None:
-        """The evaluations of other methods; None where there are none."""
-        files = sorted(Path(self.peers).glob("**/*.csv")) if self.peers else []
-        tables = [table for table in map(read_csv, map(str, files)) if {"reward_name", "reward_calls"} <= {*table}]
-        return _joined(tables) if tables else None
-
 
 def _joined(parts: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
@@ -99,10 +89,8 @@ def _seconds(table: pd.DataFrame | None, names: tuple[str, ...]) -> pd.DataFrame
 TABLES = {
     "runs": lambda s: _without_seconds(s.trained_runs),
     "explained": lambda s: _without_seconds(s.fitted),
-    "peers": lambda s: _without_seconds(s.contest),
 }
 TIMED = {
     "run_seconds": lambda s: _seconds(s.trained_runs, (*TextBench.names, "step")),
     "fit_seconds": lambda s: _seconds(s.fitted, FITS),
-    "peer_seconds": lambda s: _seconds(s.contest, ("policy", "reward_name", "method", "seed")),
 }
