@@ -262,8 +262,6 @@ def cases():
     for experiment, text, says in (
         ("validation", "etas=[0]", "etas.0"), ("validation", "completion_tokens=1000000000", "5^1000000000"),
         ("text_first", "kl_levels=[-1.0,1.0]", "kl_levels.0"), ("text_first", "published=nowhere", "published"),
-        ("any_reward", "cost.tiny=0", "cost.tiny"),
-        ("any_reward", "explained_families=[nope]", "explained_families.0"),
         ("compare", "seeds=[1,1]", "different seeds"), ("compare", "chosen_rates.nope=1", "nope"),
         ("estimators", "dtype=int8", "dtype"), ("exp6", "device=tpu", "device"), ("intuitor", "lengths=[0]", "lengths"),
         ("probe", "narrow_multiples=[-1.0]", "narrow_multiples.0"),

@@ -226,7 +226,6 @@ TEXT_FIRST = {
     "tiny, `bag`": "tiny_bag",
     "tiny, gold judge, 64 tokens": "tiny_gold_T64",
     "tiny, SmolLM2's `trunk` of its text": "text",
-    "tiny, sums": "sums",
 }
 
 

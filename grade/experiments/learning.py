@@ -22,16 +22,16 @@ REACHED = {"": "ratio", "_low": "low", "_high": "high", "_n": "n", "_censored": 
 """Ends of names of figures, and the columns of `reach_table` that hold them."""
 
 
-_TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums"}
+_TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model"}
 
 
 def subject_names(policies: Iterable[str], rewards: Iterable[str]) -> list[str]:
     """Short names of policies with their rewards.
 
-    >>> subject_names(["tiny", "smollm2", "tiny", "sums", "tiny"], ["gold", "rule", "rule", "sums", "smollm2_trunk"])
-    ['tiny_gold', 'smollm2_rule', 'rule', 'sums', 'text']
+    >>> subject_names(["tiny", "smollm2", "tiny", "tiny"], ["gold", "rule", "rule", "smollm2_trunk"])
+    ['tiny_gold', 'smollm2_rule', 'rule', 'text']
     """
-    special = {"smollm2_trunk": "text", "rule": "rule", "sums": "sums"}
+    special = {"smollm2_trunk": "text", "rule": "rule"}
     return [f"smollm2_{reward}" if policy == "smollm2" else special.get(reward, f"tiny_{reward}")
             for policy, reward in zip(policies, rewards, strict=True)]  # fmt: skip
 

@@ -4,7 +4,6 @@ import pandas as pd
 import pytest
 
 from grade.errors import InputError
-from grade.experiments import reward_runs
 from grade.experiments.learning import reach_table
 from grade.experiments.measured import measure_all, read_table
 from grade.experiments.text_first.measure import tables as experiment
@@ -28,25 +27,9 @@ def test_methods_with_texts_have_a_run_for_each_source_and_count_their_own_sampl
     assert set(shown["seed"]) == {0} and set(shown["step"]) == {0, 4}
 
 
-def test_a_folder_grows_subject_by_subject(results, monkeypatch):
-    other = SMOKE.model_copy(update={"methods": ["rloo"], "seeds": [0], "steps": 2})
-    started = []
-    train_all = reward_runs.train_all
-    monkeypatch.setattr(
-        reward_runs, "train_all", lambda bench, runs, n: started.extend(runs) or train_all(bench, runs, n)
-    )
-    settings = Settings(grids={"tiny_bag": SMOKE, "other": other, "third": other}, subjects=["other"],
-                        published=str(results))  # fmt: skip
-    runs = settings.trained_runs
-    assert [run.names["subject"] for run in started] == ["other"]
-    assert runs["subject"].drop_duplicates().tolist() == ["tiny_bag", "other"]
-    kept = runs[runs["subject"] == "tiny_bag"].drop(columns="seconds")
-    pd.testing.assert_frame_equal(kept, read_table(results / "measured" / "runs"), check_dtype=False)
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
-    [({"subjects": ["gold"]}, "subjects"), ({"headline_level": 9.0}, "headline_level"),
+    [({"headline_level": 9.0}, "headline_level"),
      ({"chosen_rates": {"rloo": 0.1}}, "chosen_rates"),
      ({"grids": {"a": SMOKE.model_dump() | {"sources": ["64"]}}}, "sources")],
 )  # fmt: skip

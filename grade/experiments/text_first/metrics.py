@@ -13,7 +13,6 @@ from grade.experiments.learning import AGAINST, REACHED, reach_table, rewards_at
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
 from grade.experiments.text_first.measure.tables import Settings
-from grade.gradients.methods import FAMILIES
 
 Values = dict[str, float | int | None]
 QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
@@ -23,9 +22,7 @@ QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    ``samples_over_...`` without a method is of `auto` with texts. ``texts_<n>`` is R2 within prompts of completions of
-    the reference, by the family that explains most on other texts. ``budget/...`` is of KL at the end of all runs but
-    those on sums, whose completions differ in length.
+    ``samples_over_...`` without a method is of `auto` with texts; ``budget/...`` is of KL at the end of all runs.
     """
     runs = labelled(tables["runs"])
     figures: Values = {}
@@ -42,17 +39,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     figures |= _ratios(reached, "samples_over_rloo")
     ends = last(runs)
     figures |= estimates(ends, "end/{subject}/{method}", {f"/{name}": name for name in QUALITY})
-    figures |= _budget(ends) | _explained(tables)
-    return finite(figures)
-
-
-def timed_metrics(tables: Tables) -> Values:
-    """Figures of seconds: ``fit/seconds_<n>`` of the default families on SmolLM2."""
-    figures: Values = {}
-    if (fits := tables.get("fit_seconds")) is not None:
-        fits = fits[fits["family"].isin(FAMILIES) & (fits["subject"] == "smollm2_gold")]
-        figures |= {f"fit/seconds_{n}": seconds for n, seconds in fits.groupby("texts")["seconds"].sum().items()}
-    return finite(figures)
+    return finite(figures | _budget(ends))
 
 
 def labelled(runs: pd.DataFrame) -> pd.DataFrame:
@@ -65,8 +52,7 @@ def labelled(runs: pd.DataFrame) -> pd.DataFrame:
     named = reading & runs["subject"].map(several).fillna(False).astype(bool)
     sources = "_" + runs["source"].astype(str).str.replace(":", "_")
     texts = runs["source"].astype(str).map(number_of_texts)
-    changes = runs["substitutions"].fillna(0) if "substitutions" in runs else 0
-    calls = runs["samples"] + texts + changes
+    calls = runs["samples"] + texts
     return runs.assign(method=runs["method"] + sources.where(named, ""), texts=texts, calls=calls)
 
 
@@ -91,9 +77,9 @@ def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
 
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """What a run costs and where it ends, means over seeds; seconds where the runs have them."""
+    """What a run costs and where it ends, means over seeds."""
     ends = last(labelled(runs))
-    columns = ["texts", "samples", "calls", *(["seconds"] if "seconds" in ends else []), "reward", "kl"]
+    columns = ["texts", "samples", "calls", "reward", "kl"]
     return ends.groupby(["subject", "method", "target_kl"], sort=False)[columns].mean().reset_index()
 
 
@@ -112,17 +98,5 @@ def _ratios(table: pd.DataFrame, key: str) -> Values:
 
 
 def _budget(ends: pd.DataFrame) -> Values:
-    ends = ends[ends["policy"] != "sums"]
     error = (ends["kl"] / ends["target_kl"] - 1).abs()
-    worst = error.groupby([ends["subject"], ends["method"]], sort=False).max()
-    return {
-        "budget/worst_rel_error": error.max(), "budget/mean_rel_error": error.mean(), "budget/runs": len(error),
-        "budget/worst_in_stderr": ((ends["kl"] - ends["target_kl"]).abs() / ends["kl_stderr"]).max(),
-    } | {f"budget/{subject}/{method}": value for (subject, method), value in worst.items()}  # fmt: skip
-
-
-def _explained(tables: Tables) -> Values:
-    if (table := tables.get("explained")) is None:
-        return {}
-    best = table.loc[table.groupby(["subject", "texts"], sort=False)["held_out"].idxmax()]
-    return figures_of(best, "explained/{subject}/texts_{texts}", {"": "r2"})
+    return {"budget/worst_rel_error": error.max(), "budget/mean_rel_error": error.mean(), "budget/runs": len(error)}
