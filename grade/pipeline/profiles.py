@@ -25,8 +25,6 @@ from grade.files import atomic, write_text
 
 DEFAULT_PROFILE = "cpu"
 _SUITE = "params/{}/suite.yaml"
-_PEERS = "outputs/peers"
-"""What ``grade peers`` measured beside TRL, which the environment does not have: read by stages, made by none."""
 
 
 def profiles(root: Path) -> list[str]:
@@ -64,7 +62,7 @@ def suite_values(root: Path, profile: str) -> dict[str, Any]:
     read = {path.stem for path in (root / "params" / DEFAULT_PROFILE).glob("*.yaml")}
     read |= {*values["alone"], *values["experiments"], *(f"train_{run}" for run in values["runs"])}
     for name in sorted(path.stem for path in (root / "params" / profile).glob("*.yaml")):
-        if name not in read and not name.startswith("peers"):  # settings of `grade peers`, which no stage runs
+        if name not in read:
             allowed = allowed_names(name, sorted(read))
             raise InputError(f"params/{profile}", f"{name}.yaml", f"files of the pipeline: {allowed}")
     return values
@@ -180,5 +178,5 @@ def _project_files(root: Path) -> list[str]:
         raise InputError("project folder", str(root), "a git checkout (git lists the project's files)") from None
     # Results and their lock are the project's own. A tracked file may have been deleted since.
     own = ("outputs/", "dvc.lock")
-    names = sorted(name for name in set(listing.split("\0")) if name.startswith(_PEERS) or not name.startswith(own))
+    names = sorted(name for name in set(listing.split("\0")) if not name.startswith(own))
     return [name for name in names if (root / name).is_file()]

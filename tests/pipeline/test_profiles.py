@@ -14,7 +14,6 @@ from psutil import Process
 from grade.cli.main import main
 from grade.config import read_yaml
 from grade.errors import InputError
-from grade.experiments.compare.measure.peers import PeersConfig
 from grade.pipeline.profiles import prepare_workspace, profile_values, profiles, publish
 from grade.pipeline.schedule import run
 from grade.training.config import TrainConfig
@@ -75,7 +74,6 @@ def project(tmp_path, monkeypatch):
         ".gitignore": "/.workspaces/\nbig\n__pycache__/\n",
         "params/cpu/suite.yaml": "profile: cpu\noutputs: outputs\n",
         "params/full/suite.yaml": "profile: full\noutputs: outputs/full\n",
-        "outputs/peers/read.csv": "measured elsewhere",
     }
     root = tmp_path / "a, 'b' #c %(d)s $e"  # what a shell or DVC's settings could take for something else
     for name, text in files.items():
@@ -168,7 +166,7 @@ def test_a_workspace_follows_the_project_and_keeps_what_it_made(project):
     place = prepare_workspace(project, "cpu")
     (place / "made").touch()
     assert (place / odd).exists()
-    assert list((place / "outputs").rglob("*.*")) == [place / "outputs/peers/read.csv"]  # what no stage makes
+    assert not (place / "outputs").exists()
     (project / odd).unlink()
     prepare_workspace(project, "cpu")
     assert not (place / odd).exists() and (place / "made").exists() and (place / "steps/step.py").exists()
@@ -333,4 +331,3 @@ def test_every_profiles_training_runs_are_valid_settings(profile):
         # What a default would change without notice, or make depend on where the project lies.
         assert {"method", "seed", "beta", "learning_rate", "lr_scheduler_type", "eval_strategy"} <= set(values)
         assert config.base_name == config.model and (config.use_cpu or profile == "h100")
-    PeersConfig.parse(profile_values(ROOT, profile, "peers"), f"{profile}/peers.yaml")
