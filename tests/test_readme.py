@@ -187,7 +187,6 @@ FIGURES = [
     ("docs/memory.md", "needs {} instead of", "exp4", "exp4/replay_tflop", ".3g"),
     ("docs/memory.md", "instead of {} TFLOP", "exp4", "exp4/bf16_checkpointed_tflop", ".3g"),
     ("docs/memory.md", "error is about {}.", "memory", "cpu/max_rel_error", ".4f"),
-    ("docs/memory.md", "error is {} ([scale]", "scale", "fsdp2/trace_rel_error", ".4f"),
     ("README.md", "full rate: {})", "probe", "study/step0/x1/linearity_error", ".3f±"),
     ("README.md", "| SmolLM2 | {} | [probe]", "probe", "study/step0/x0.1/linearity_error", ".4f±"),
     ("docs/entropy.md", "is 1{} early", "probe", "study/step0/x0.1/linearity_error", ".4f±"),
@@ -261,7 +260,7 @@ def test_a_row_of_training_from_scored_text_is_the_metrics(label, subject):
 
 
 H100 = {
-    "Qwen3-4B: three engines, seven other methods": "qwen3",
+    "Qwen3-4B: three engines, four policy gradients": "qwen3",
     "SmolLM2: float32, autocast, all weights, eager attention": "smol",
 }
 
