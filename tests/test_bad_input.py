@@ -150,7 +150,7 @@ def cases():
     }.items():  # fmt: skip
         yield "train", f"--reward rewards.py:{name}", says, {}
     for text in ("nowhere", "nowhere.py:f", "run"):
-        yield "train", f"--reward {text}", "reward", {}
+        yield "train", f"--reward {text}", text, {}
     for content in ("def f(:\n", "1 / 0\n"):
         yield "train", "--reward bad.py:f", "bad.py", {"bad.py": content}
     for name, content in {"c.jsonl": '{"prompt": 3}\n', "b.csv": "prompt,prompt\na,b\n", "a.parquet": "x"}.items():
