@@ -218,4 +218,3 @@ def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:
                     text[f"{name}_{part}"] = round(float(value), 4)
         texts.append(text)
     return texts
-
