@@ -110,7 +110,7 @@ GOOD = {
     "reward": "--kind bag --backbone base --reviews reviews --output-dir made --metrics metrics.json",
     "measure": "validation --output-dir made",
     "notebook": "small.ipynb executed.ipynb",
-    "repro": "--dry", "results": "", "check": "", "publish": "",
+    "repro": "","results": "", "check": "", "publish": "",
 }  # fmt: skip
 assert set(GOOD) == set(COMMANDS)
 CONFIGURED = ("train", "explained", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward",
@@ -234,7 +234,7 @@ def cases():
         ("show", "--rows 0"), ("show", "--columns no"), ("show", "--step 9"), ("show", "--html reviews"),
         ("show", "--html ''"), ("merge", "--dtype int8"), ("explained", "--figure figure.txt"),
         ("memory", "--fits '12 parsecs'"), ("memory", "--gpus 0"), ("memory", "--model nowhere"),
-        ("bench", "--device tpu"), ("reward", "--kind bagg"), ("repro", "--jobs 0"), ("results", "--profile nowhere"),
+        ("bench", "--device tpu"), ("reward", "--kind bagg"), ("results", "--profile nowhere"),
         ("check", "--profile ../params/cpu"), ("data", "--set label_column=no"), ("data", "--set test_size=100000"),
         ("pretrain", "--set heads=3"), ("backbone", "--set source=nowhere"), ("probe", "--set reward=nowhere"),
         ("notebook", "--set rate=x"), ("notebook", "--params nowhere.yaml"),
@@ -281,10 +281,6 @@ def cases():
         ("completions/eval_00001.parquet", pd.DataFrame({"prompt": ["a"]}).to_parquet),
     ):
         yield "show", f"# columns of {name}", name.split("/")[-1], {"run/manifest.json": None, f"run/{name}": content}
-    for key in ("jobs", "experiments"):
-        yield "repro", f"# {key}", key, {"params/cpu/suite.yaml": f"profile: cpu\noutputs: outputs\n{key}: x\n"}
-    for content in ("", BINARY):
-        yield "repro", "# no pipeline", "dvc.yaml", {"dvc.yaml": content}
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
     yield "data", "# one column", "", {"reviews.csv": "text\na\n"}
     yield "data", "# an open quotation", "reviews.csv", {"reviews.csv": 'a,b\n"1,2\n3,4,5'}
