@@ -1,4 +1,4 @@
-"""Policy-gradient losses as pure functions of tensors: advantages, surrogates, importance weights, KL estimators.
+"""Policy-gradient losses as pure functions of tensors: advantages, surrogates, importance weights.
 
 No model and no sampling here; `grade.gradients.policy_gradient` calls these. Shapes as everywhere: B completions,
 T tokens; a group is the G completions of one prompt, so grouped returns are [N, G] with B = N G. Masks are 1 at a
@@ -179,12 +179,6 @@ def clip_fraction(logps: Tensor, old_logps: Tensor, mask: Tensor, epsilon: float
     return (outside * mask).sum() / mask.sum()
 
 
-def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, epsilon: float) -> Tensor:
-    """``max((V - G)^2, (V_old + clip(V - V_old, -eps, eps) - G)^2) / 2`` [B, T]; epsilon is in units of reward."""
-    clipped = old_values + (values - old_values).clamp(-epsilon, epsilon)
-    return torch.maximum((values - targets) ** 2, (clipped - targets) ** 2) / 2
-
-
 @torch.no_grad()
 def importance_weights(
     logps: Tensor, sampler_logps: Tensor, mask: Tensor, level: ImportanceSampling, cap: float
@@ -214,15 +208,3 @@ def importance_weights(
     if level == "sequence":
         difference = difference.sum(1, keepdim=True)
     return difference.exp().clamp(max=cap)
-
-
-def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Estimates [B, T] in nats of ``KL(pi || ref)`` from sampled tokens, unbiased and at least 0 (Schulman 2020).
-
-    ``k3 = r - 1 - log r`` with ``log r = log ref - log pi``.
-
-    >>> round(float(k3(torch.tensor(-1.0), torch.tensor(-1.5))), 4)
-    0.1065
-    """
-    log_ratio = ref_logps - logps
-    return log_ratio.expm1() - log_ratio
