@@ -145,7 +145,6 @@ class Completions(Rows):
     prompts: PromptBatch  # B prompts, each G times in a row
     ids: Tensor  # completions [B, T]
     mask: Tensor  # [B, T], 1 at a token, end-of-sequence included
-    weights: Tensor | None = None  # importance weights [B, T], or [B, 1] of sequences (`losses.importance_weights`)
 
     @property
     def text(self) -> tuple[PromptBatch, Tensor, Tensor]:
@@ -428,10 +427,6 @@ class PolicyGradient(Learner):
             self._note({"clip_fraction": losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon)})
         else:
             weighted = seen.advantages * logps
-        if (weights := seen.completions.weights) is not None:
-            weighted = weighted * weights
-            if weights.shape[1] == 1:  # of whole completions, the penalties' own gradients included
-                kl, taught = kl * weights, taught if taught is None else taught * weights
         penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
         if taught is not None:
             penalty = penalty + seen.kl_factor * sequence_mean(taught, mask).mean()
