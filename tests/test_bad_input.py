@@ -210,7 +210,7 @@ def cases():
     ):  # fmt: skip
         yield "train", text, says, {}
     yield "reward", f"--kind {'bag' * 9999}", "invalid choice", {}
-    yield "memory", f"--model {'base' * 9999}", "hub id", {}
+    yield "memory", f"--model {'base' * 9999}", "Hugging Face id", {}
     for text, says in (
         ("--max-new-tokens 100000", "at most 2048"), ("--overhead=-1GB", "overhead"), ("--fits 24,5GiB", "24,5GiB"),
         ("--method gripo", "did you mean 'grpo'?"), ("--method grpo", "gumbel_topk: got 8; allowed: only"),
