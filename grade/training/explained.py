@@ -21,15 +21,14 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from grade.config import SEEDS, Config
-from grade.data.texts import LEAST, WAIT, read_texts, reference_texts, score_texts
+from grade.data.texts import WAIT, read_texts, reference_texts, score_texts
 from grade.errors import InputError
 from grade.gradients.distilled.families import ADDITIVE, Family, make_family
-from grade.gradients.distilled.prior import fit_texts, observed, promise
+from grade.gradients.distilled.prior import FEWEST, fit_texts, observed, promise
 from grade.gradients.distilled.ridge import calibrated, centred
 from grade.gradients.losses import relative
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples
-from grade.models.samplers import Sampler
 from grade.results import progress
 from grade.rewards.base import RewardScope
 from grade.rewards.rewards import make_rewards
@@ -109,13 +108,13 @@ def explain(config: ExplainConfig) -> Explained:
     prompts = {json.dumps(row["prompt"]): row for row in reversed(rows)}  # of equal ones the first
     asked = dict(itertools.islice(reversed(prompts.items()), config.reference // config.group))
     rest = [row for row in rows if not any(row is other for other in asked.values())] if asked else rows
-    if len(asked) * config.group < config.reference or len(rest) < LEAST:
-        allowed = f"at least {config.reference // config.group} different prompts for the reference, and {LEAST} texts"
+    if len(asked) * config.group < config.reference or len(rest) < FEWEST:
+        allowed = f"at least {config.reference // config.group} different prompts for the reference, and {FEWEST} texts"
         raise InputError("texts", f"{len(rows)} from {config.texts}", allowed)
     texts, own = scored(rest), None
     if asked:
         drawn = reference_texts(
-            list(asked.values()), config.reference, backbone, Sampler("own"), completion_tokens=length, encode=encode,
+            list(asked.values()), config.reference, backbone, completion_tokens=length, encode=encode,
             seed=config.seed,
         )  # fmt: skip
         places = {prompt: place for place, prompt in enumerate(asked)}

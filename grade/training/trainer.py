@@ -484,9 +484,8 @@ class GradeTrainer(Trainer):
             raise InputError("train_dataset", None, f"prompts for the completions of {texts}")
         else:
             rows = reference_texts(
-                self._prompts, number, backbone, self.sampler or make_sampler("own"), completion_tokens=length,
-                encode=self.encode, seed=args.seed, min_new_tokens=args.min_completion_length,
-                max_difference=args.sampler_max_difference,
+                self._prompts, number, backbone, completion_tokens=length, encode=self.encode, seed=args.seed,
+                min_new_tokens=args.min_completion_length,
             )  # fmt: skip
         self._check_dataset(rows, "texts")
         return rows

@@ -57,7 +57,6 @@ from grade.gradients.methods import MOST_ROWS, Rate
 from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_prompts, padded
-from grade.models.samplers import make_sampler
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 from grade.rewards.rewards import make_rewards
 from grade.training.evaluate import Evaluation
@@ -181,7 +180,7 @@ class _Contest:
         if number > GROUP * len(prompts):
             raise InputError("texts", source, f"at most reference:{GROUP * len(prompts)}, {GROUP} of each prompt")
         prompts = random.Random(self.seed).sample(prompts, number // GROUP)
-        return reference_texts([{"prompt": prompt} for prompt in prompts], number, backbone, make_sampler("own"),
+        return reference_texts([{"prompt": prompt} for prompt in prompts], number, backbone,
                                completion_tokens=length, encode=encode, seed=self.seed,
                                min_new_tokens=length)  # fmt: skip
 

@@ -12,7 +12,6 @@ from grade.data.reviews import load_reviews, prompt_text
 from grade.data.texts import read_texts, reference_texts, score_texts
 from grade.experiments.rewards import GROUP, FamilyName, Models, Policy, RewardName, load_subject, source_values
 from grade.gradients.distilled.families import make_family
-from grade.models.samplers import Sampler
 from grade.rewards.rewards import make_rewards
 from grade.training.explained import explained_curve
 
@@ -37,7 +36,7 @@ def explained_table(models: Models, name: str, of: TextFits) -> pd.DataFrame:
     texts = scored(read_texts(windows["texts"], backbone.tokenizer, models.prompt_tokens, length, max(of.sizes)))
     reviews = load_reviews(models.reviews_dir, "validation")[: of.completions // GROUP]
     asked = [{"prompt": prompt_text(review.text), "place": place} for place, review in enumerate(reviews)]
-    drawn = reference_texts(asked, of.completions, backbone, Sampler("own"), min_new_tokens=subject.min_length, **kept)
+    drawn = reference_texts(asked, of.completions, backbone, min_new_tokens=subject.min_length, **kept)
     own = scored(sorted(drawn, key=lambda row: row["place"]))
     table = []
     for family in of.families:
