@@ -30,7 +30,7 @@ _PUBLIC = {
     "unrolled": "grade.gradients.unrolled",
     "checkpointed": "grade.gradients.unrolled",
     # a training run
-    "GradeTrainer": "grade.training.trainer",
+    "GradeTrainer": "grade.training.loop",
     "GradeConfig": "grade.training.config",
     "TrainConfig": "grade.training.config",
     "train": "grade.training.run",
@@ -40,7 +40,8 @@ _PUBLIC = {
     # the memory of a step
     "StepConfig": "grade.memory.settings",
     "trace": "grade.memory.trace",
-    "plan": "grade.memory.plan",
+    "trace_callable": "grade.memory.trace",
+    "largest_batch": "grade.memory.plan",
     "parse_bytes": "grade.memory.plan",
     "MemoryTracker": "grade.memory.tracker",
     # the entropy of a policy

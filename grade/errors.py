@@ -8,7 +8,6 @@ line, or what a library says of a file or a value, and exits with code 2. Everyt
 from __future__ import annotations
 
 import os
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,10 +61,6 @@ def file_error(error: BaseException) -> str:
     return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
 
 
-def is_users(file: str) -> bool:
-    """Whether a file of code is neither this package's, nor an installed one's, nor the standard library's."""
-    ours, installed = str(Path(__file__).parent), ("site-packages", "dist-packages")
-    return not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or any(n in file for n in installed))
 
 
 @contextmanager

@@ -38,10 +38,6 @@ COMMANDS = {
     "pretrain": ("experiments.commands.base_models", "train the tiny language model on the reviews"),
     "gold": ("cli.models", "fit the gold judge, which training never sees"),
     "reward": ("cli.models", "train a reward model on the frozen base"),
-    "peers": ("experiments.commands.peers", "train the same task with TRL, and compare time and memory"),
-    "text-peers": ("experiments.commands.peers", "compare other ways to use scored text with this project's"),
-    "teacher-peers": ("experiments.commands.peers", "distil a teacher with TRL too, and compare time and memory"),
-    "step-peers": ("experiments.commands.peers", "run steps of TRL's trainers: traced and real peaks, seconds"),
     "measure": ("experiments.commands.experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
 }

@@ -121,6 +121,7 @@ class GradientStep:
     # (hops = 0, or an exact engine)
     residual: Tensor | None = None
     hops: int | None = None  # feedback hops used; None for an exact engine
+    scores: Any = None  # what each reward gave (`grade.rewards.rewards.Scores`)
 
 
 Engine = Callable[..., GradientStep]

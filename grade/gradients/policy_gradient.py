@@ -27,14 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from grade.gradients import losses
-from grade.gradients.methods import MethodConfig
+from grade.config import Config
+from grade.gradients.methods import MethodConfig, Rate
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.head import self_certainty, wide
@@ -44,6 +46,100 @@ from grade.models.scoring import completion_certainty, hidden_logps, predicting_
 
 CLOSED_FORM_PENALTY = 0.1
 """Ridge penalty of `ClosedFormValues` per token, in units of a normalised state's mean square, 1."""
+
+
+@dataclass(frozen=True)
+class PolicyGradientMethod:
+    """A policy gradient."""
+
+    grouped: bool = False  # whether the baseline is the mean of the prompt's other completions
+    clipped: bool = False  # whether the loss is the clipped surrogate, which several updates per step need
+    value_head: bool = False  # whether it learns a value function, from which advantages follow token by token
+    greedy: bool = False  # whether it samples a greedy completion of each prompt as well
+    running_mean: bool = False  # whether the baseline is an average of earlier steps' returns
+
+
+POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
+    "reinforce": PolicyGradientMethod(running_mean=True),
+    "rloo": PolicyGradientMethod(grouped=True),
+    "remax": PolicyGradientMethod(greedy=True),
+    "grpo": PolicyGradientMethod(grouped=True, clipped=True),
+    "ppo": PolicyGradientMethod(clipped=True, value_head=True),
+}
+
+
+class SampledSettings(Config):
+    """Settings of methods that sample G completions of each prompt."""
+
+    num_generations: PositiveInt = Field(1, description="completions of each prompt, G")
+
+    @property
+    def group(self) -> int:
+        """G, completions of each prompt in a microbatch."""
+        return self.num_generations
+
+
+class GroupSettings(SampledSettings):
+    """Settings of methods whose baseline is the mean of the prompt's other completions."""
+
+    num_generations: Annotated[int, Field(ge=2)] = Field(8, description="completions of each prompt, G")
+
+
+class ReinforceSettings(SampledSettings):
+    """Settings of `reinforce`."""
+
+    baseline_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description="momentum of the baseline over steps"
+    )
+
+
+class RemaxSettings(SampledSettings):
+    """Settings of `remax`."""
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions that are generated and scored for each prompt, the greedy one included."""
+        return self.num_generations + 1
+
+
+class ClippedSettings(Config):
+    """Settings of methods that update several times per step."""
+
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="clip range of the probability ratio")
+    passes_per_step: Annotated[int, Field(ge=1)] = Field(1, description="passes over a step's completions")
+    minibatches: PositiveInt = Field(
+        1, description="updates per pass; each uses an equal share of every microbatch"
+    )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in a step."""
+        return self.passes_per_step * self.minibatches
+
+
+class GRPOSettings(ClippedSettings, GroupSettings):
+    """Settings of `grpo`."""
+
+    scale_rewards: Literal["group", "none"] = Field(
+        "none", description="group divides advantages by the group's standard deviation, as published; biased"
+    )
+    self_certainty_reward: bool = Field(
+        False, description="the completion's self-certainty is the reward (Intuitor)"
+    )
+
+
+class PPOSettings(ClippedSettings, SampledSettings):
+    """Settings of `ppo`."""
+
+    passes_per_step: Annotated[int, Field(ge=1)] = Field(4, description="passes over a step's completions")
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="discount; 1 gives the same objective as the other methods"
+    )
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.95, description="lambda of generalised advantage estimation"
+    )
+    value_learning_rate: Rate = Field(1e-3, description="AdamW learning rate of the value head")
+    whiten_advantages: bool = Field(True, description="whiten the advantages of a step")
 
 
 @dataclass(frozen=True)
@@ -95,6 +191,7 @@ class StepContext:
     total: Callable[[Tensor], Tensor] = lambda x: x  # sums a tensor over processes
     gather: Callable[[list[Any]], list[Any]] = lambda x: x  # joins lists of all processes, in order of rank
     rank: int = 0  # this process
+    step: int = 0  # optimizer steps before this one
 
 
 class _ValueHead(nn.Module):
@@ -165,6 +262,13 @@ class Learner:
         """State for a checkpoint, beside `means`."""
         return {}
 
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Continue where `tensors` was taken."""
+
+    def liked_tokens(self) -> Tensor | None:
+        """What the method has found the reward to give each token [V], if it does."""
+        return None
+
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
@@ -211,7 +315,8 @@ class PolicyGradient(Learner):
 
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         super().__init__(config, backbone)
-        self.method = config.policy_gradient
+        self.method = POLICY_GRADIENT_METHODS[config.method]
+        self.certainty_reward = isinstance(config, GRPOSettings) and config.self_certainty_reward
         self.closed_form = self.method.value_head and config.value_fit == "closed_form"
         kind = ClosedFormValues if self.closed_form else _ValueHead
         self.value_head = kind(backbone) if self.method.value_head else None
@@ -244,7 +349,7 @@ class PolicyGradient(Learner):
         The completions are samples of the current policy.
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
-        reward = None if self.config.self_certainty_reward else self._reward(completions, objective)
+        reward = None if self.certainty_reward else self._reward(completions, objective)
         terms = self._terms(completions, None)
         seen = self._experience(completions, objective, terms, reward)
         (self._loss(terms, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
@@ -264,7 +369,7 @@ class PolicyGradient(Learner):
         if self.value_head is not None and self.config.whiten_advantages:
             experience = self._whitened(experience, objective, context)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
-        for _ in range(self.config.passes):
+        for _ in range(self.config.passes_per_step):
             for part in range(self.config.minibatches):
                 for p in inputs:
                     p.grad = None
@@ -338,7 +443,7 @@ class PolicyGradient(Learner):
     @torch.no_grad()
     def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
         prompts, ids, mask = completions.text
-        if self.config.self_certainty_reward:
+        if self.certainty_reward:
             values = self_certainty(self.backbone.head, hidden.flatten(0, 1)).view(mask.shape)
             return completion_certainty(values * mask, mask)
         return scored_rewards(self.backbone, prompts, ids, mask, objective)
@@ -365,9 +470,10 @@ class PolicyGradient(Learner):
     def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
         """Of an update, with a trained value head's; ``terms`` are those of `_terms`, with gradient."""
         logps, kl, hidden, _ = terms
-        mask, epsilon = seen.completions.mask, self.config.epsilon
+        mask = seen.completions.mask
         taught = objective.taught(hidden, *seen.completions.text)
         if self.method.clipped:
+            epsilon = self.config.epsilon
             weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
             self._note({"clip_fraction": losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon)})
         else:

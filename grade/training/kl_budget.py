@@ -33,8 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grade.gradients.methods import MethodConfig
 from grade.models.backbone import Backbone
-from grade.models.parameters import set_values
+from grade.models.parameters import restoring, set_values
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 
@@ -56,6 +57,10 @@ SURPRISE = 6.0
 completions were not. Otherwise they stay below 4."""
 SHARE, SHARE_ERROR, LEAST_SHARE = 0.85, 0.15, 0.4
 """Growth of the whole policy's KL over that of the step's completions: first guess, its error, least that is used."""
+
+
+LANDING = 64
+"""Completions on which the last step lands on the target."""
 
 
 class Measured(NamedTuple):
@@ -155,6 +160,63 @@ class KLBudget:
         """Continue where `state` was taken."""
         self.start, self.scale = state["start"], state["scale"]
         self.values, self.covariance, self.spread = (np.array(state[k]) for k in ("values", "covariance", "spread"))
+
+
+class KLSteering:
+    """Scales each step of a run so that KL follows its budget, and the last one to the target."""
+
+    landing = LANDING
+
+    def __init__(self, backbone: Backbone, config: MethodConfig, total: Callable[[Tensor], Tensor]) -> None:
+        self.backbone, self.config, self.total = backbone, config, total
+        self.begin(0)
+
+    def begin(self, steps: int) -> None:
+        """Start the schedule after so many steps along texts."""
+        self.budget = KLBudget(self.config.target_kl, self.config.max_steps - steps)
+
+    def before_step(self) -> None:
+        """Remember the adapter at the step's start; its completions are added to none."""
+        self.before = [p.detach().clone() for p in self.backbone.trainable_parameters()]
+        self.completions: list[tuple[PromptBatch, Tensor, Tensor]] = []
+
+    def add(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> None:
+        """Add a microbatch of the step's completions, half of which measure KL."""
+        half = slice(None, None, 2)
+        self.completions.append((prompts[half], ids[half], mask[half]))
+
+    def after_update(self, step: int, at_most: bool = False) -> dict[str, Tensor]:
+        """Scale the change of step s = 1 to S; figures for the log. ``at_most``: it is only shortened."""
+        policy, budget = self.backbone.trainable_parameters(), self.budget
+        least, most = self.config.min_completion_length, self.config.max_completion_length
+        with restoring(policy):
+            set_values(policy, self.before)
+            batch = BatchKL(self.backbone, self.completions, least, most, self.total)
+        wanted = budget.wanted(step, batch.start)
+        if budget.exceeded(step):
+            set_values(policy, self.before)
+            landed = scale_adapter(self.backbone, batch, float(budget.values[0]), budget.after(step), TOLERANCE)
+            scale = 0.0  # the step is not taken, and the next one begins with its own length
+            budget.landed(1.0, batch.start, landed)
+        else:
+            first = 1.0 if at_most else budget.scale
+            scale, landed = scale_step(policy, self.before, batch.start, wanted, batch.measure, first, at_most)
+            budget.landed(scale, batch.start, landed)
+        # In double, as KL is: the mean of two processes is then that of one to the last digits.
+        figures = {"kl_budget": budget.after(step), "kl_scale": scale}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+
+    def land(self, batch: BatchKL) -> None:
+        """Scale the adapter to the target, on completions drawn for that."""
+        scale_adapter(self.backbone, batch, self.budget.filter(batch.start), self.config.target_kl, LAST_TOLERANCE)
+
+
+def scale_adapter(backbone: Backbone, batch: BatchKL, kl: float, target: float, tolerance: float) -> Measured:
+    """Scale an adapter from ``kl`` to the target's KL, on a batch of completions; what they measure then."""
+    scaled = [p for name, p in backbone.peft.named_parameters() if "lora_B" in name and p.requires_grad]
+    growth = target / max(kl, 1e-12)
+    zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * batch.start.kl, min(growth**0.5, 1.5)
+    return scale_step(scaled, zeros, Measured(0.0, 0.0), wanted, batch.measure, first, tolerance=tolerance)[1]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from grade.rewards.gold import GoldJudge
 from grade.rewards.rewards import make_rewards
 
 if TYPE_CHECKING:
-    from grade.training.config import TrainConfig
+    from grade.training.config import GradeConfig, TrainConfig
 
 Prompts = Sequence[str] | Sequence[Mapping[str, Any]]
 
@@ -51,14 +51,12 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
         InputError: If something is missing or does not fit.
     """
     backbone = Backbone.load(
-        config.model, config.dtype, None if adapter else config.lora, adapter, "cpu" if config.sharded else device,
+        config.model, config.dtype, None if adapter else config.lora, adapter, device,
         config.attention, config.seed,
     )  # fmt: skip
-    if config.sharded:  # read on the CPU, because no device need hold all of it
-        place(backbone, config.device, config.bf16, sharded=True)
     name_base(backbone, config.base_name)
     rewards = None
-    if config.reward or config.teacher is None:
+    if config.reward:
         rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
     judge = GoldJudge.load(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset, field="train_dataset")
@@ -113,19 +111,13 @@ def make_policy(
     return backbone
 
 
-def place(backbone: Backbone, device: torch.device, bf16: bool, sharded: bool) -> None:
-    """Move a policy to a device, or its share of it if the base is divided among processes; in bfloat16 if asked."""
-    if backbone.shards is not None:
-        return
-    if bf16:
+def place_policy(backbone: Backbone, config: GradeConfig) -> None:
+    """Move a policy to the run's device; in bfloat16 if asked."""
+    if config.bf16:
         for p in backbone.model.parameters():  # the frozen base; the adapter keeps its own type
             if not p.requires_grad:
                 p.data = p.data.to(torch.bfloat16)
-    if sharded:
-        backbone.shard(device)
-    else:
-        with reading("model", type(backbone.model).__name__, "one whose weights are loaded", NotImplementedError):
-            backbone.to(device)
+    backbone.to(config.device)
 
 
 def name_base(backbone: Backbone, name: str | None = None) -> None:

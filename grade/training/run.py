@@ -8,7 +8,6 @@ with a model card),
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import tempfile
@@ -29,10 +28,11 @@ from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training.card import model_card
 from grade.training.evaluate import Evaluation
-from grade.training.folder import OPTIMIZER_FILE, Resume, beginning, clear, finish
+from grade.training.checkpoint import OPTIMIZER_FILE
+from grade.training.folder import Resume, beginning, clear, finish
 from grade.training.load import Prompts, Task, load_task
 from grade.training.logs import Lines, history_rows
-from grade.training.trainer import GradeTrainer
+from grade.training.loop import GradeTrainer
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -117,7 +117,7 @@ def run_training(
         state = trainer.state
         result = RunResult(
             history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step, kept=trainer.kept_step,
-            method=trainer.args.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
+            method=trainer.config.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
         )  # fmt: skip
         if trainer.eval_dataset is not None:
             result.before, result.after = trainer.saved_ends()
@@ -127,7 +127,7 @@ def run_training(
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     """Evaluate a task's policy on its first n held-out prompts, as its training run does."""
     with tempfile.TemporaryDirectory() as place:
-        quiet = UNSAVED | {"disable_tqdm": True, "report_to": []}
+        quiet = UNSAVED | {"disable_tqdm": True, "report_to": "none"}
         trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
         trainer.remove_callback(Lines)
         trainer.evaluate()
@@ -135,9 +135,7 @@ def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
 
 
 def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str, **changes: Any) -> GradeTrainer:
-    args = copy.copy(config)
-    for name, value in ({"output_dir": output_dir} | changes).items():
-        setattr(args, name, value)
+    args = config.replace(output_dir=output_dir, **changes)
     train, held_out = (
         [{"prompt": p} for p in given] if len(given) and isinstance(given[0], str) else given or None
         for given in (prompts, task.validation_prompts)
@@ -154,7 +152,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     card = model_card(
         config, result.before, result.after, name=name, base=config.base_name or config.model,
-        method=result.method or config.method, rewards=[*rewards, *(["teacher"] if config.teacher else [])],
+        method=result.method or config.method, rewards=rewards,
         prompts=config.train_dataset, steps=result.step, chosen=result.chosen,
     )  # fmt: skip
     with atomic(output / "adapter") as adapter:

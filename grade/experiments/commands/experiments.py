@@ -77,7 +77,7 @@ def _measure(args: argparse.Namespace) -> None:
             raise InputError(field, value, "a path with a backbone_dir, and nothing without: the toy task has its own")
         if isinstance(value, list) and any(value.count(part) > 1 for part in value):
             raise InputError(field, value, "different values: the same again would be counted twice")
-        kind = "file" if field.endswith("_file") else "folder" if field.endswith(("_dir", "peers")) else ""
+        kind = "file" if field.endswith("_file") else "folder" if field.endswith("_dir") else ""
         if kind and value and not (os.path.isfile if kind == "file" else os.path.isdir)(value):
             raise InputError(field, value, f"a {kind} that exists, or nothing")
         if field == "trained_run" and value and settings.runs_dir and settings.backbone_dir:

@@ -39,20 +39,32 @@ import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
+from typing import Annotated, Literal, Self
 
+import pydantic
 import torch
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
+from grade.gradients.distilled.offline import TextSettings
 from grade.gradients.distilled.prior import fit_texts
 from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.distilled.substitutions import Substituted, substitute
 from grade.gradients.losses import relative, rloo
-from grade.gradients.methods import FAMILIES, HINTED, MethodConfig
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
-from grade.gradients.policy_gradient import Completions, Learner, Microbatch, StepContext, penalised, scored_rewards
+from grade.gradients.policy_gradient import (
+    Completions,
+    GroupSettings,
+    Learner,
+    Microbatch,
+    StepContext,
+    penalised,
+    scored_rewards,
+)
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
@@ -136,12 +148,30 @@ class Sample(Rows):
     substituted: Substituted | None = None  # of all of them
 
 
+class DistilledSettings(TextSettings, GroupSettings):
+    """Settings of `distilled`."""
+
+    residual_weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+        "auto", description="weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
+    )
+    distil_window: PositiveInt = Field(
+        2048, description="completions that are kept for the fit; the oldest are dropped first"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_window(self) -> Self:
+        if self.distil_window < 2 * self.group:
+            allowed = f"at least {2 * self.group}: two groups of {self.group}, as each is judged by the others"
+            raise InputError("distil_window", self.distil_window, allowed)
+        return self
+
+
 class DistilledGradient(Learner):
     """The method, with everything that it has seen."""
 
     def __init__(self, config: MethodConfig, backbone: Backbone, teacher: Teacher | None = None) -> None:
         super().__init__(config, backbone)
-        names = config.distil_families or FAMILIES
+        names = config.distil_families
         self.families: dict[str, Family] = {name: make_family(name, backbone, teacher) for name in names}
         for name in names:
             if config.substitutions and name not in ADDITIVE:

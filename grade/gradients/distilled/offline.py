@@ -31,16 +31,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.distilled.families import ADDITIVE, Family, make_family
 from grade.gradients.distilled.prior import Promise, fit_texts, observed, promise
 from grade.gradients.distilled.ridge import centred
 from grade.gradients.distilled.store import Evidence, Fit
-from grade.gradients.methods import FAMILIES, OFFLINE, MethodConfig
+from grade.gradients.methods import OFFLINE, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.gradients.policy_gradient import Completions, Learner
 from grade.models.backbone import Backbone
@@ -120,6 +123,22 @@ class Steering:
         self.evidence.groups = [state[name] for name in sorted(state) if name.startswith("own/")]
 
 
+class TextSettings(Config):
+    """Settings of methods that train along scored texts."""
+
+    most_texts: Annotated[int, Field(ge=8)] = Field(
+        8192, description="texts at most that the reward is distilled from: the first rows, or windows of whole texts"
+    )
+    own_completions: Annotated[int, Field(ge=16)] = Field(
+        64,
+        description="completions of the policy that measure KL and reward: an eighth at each quarter of the steps "
+        "along texts, the rest after the last of them",
+    )
+    distil_families: Annotated[list[str], Field(min_length=1)] = Field(
+        ["counts", "bag"], description="what the reward may be linear in, the best of which is taken: counts, bag"
+    )
+
+
 class OfflineGradient(Learner):
     """The method. `read` comes before the first step."""
 
@@ -130,7 +149,7 @@ class OfflineGradient(Learner):
 
     def __init__(self, config: MethodConfig, backbone: Backbone, families: Mapping[str, Family] | None = None) -> None:
         super().__init__(config, backbone)
-        names = config.distil_families or FAMILIES
+        names = config.distil_families
         self.families = families or {name: make_family(name, backbone) for name in names}
         for name, family in self.families.items():
             if families is None and not family.additive:

@@ -1,0 +1,556 @@
+"""`GradeTrainer`: prompts, sample, score, gradient, update, log, evaluate, save.
+
+A step has `gradient_accumulation_steps` microbatches on each process. Each adds ``1/N`` of its gradient, so N of them
+give the gradient of the whole batch (losses are means over sequences, see `grade.gradients.objective`). A method
+(`grade.gradients.methods`) samples the whole step, has it scored, and updates once or several times.
+
+A microbatch's noise is seeded by run, step and number in the step, so it depends neither on the process that runs it
+nor on where a run was resumed. Two processes give the gradients of one process with twice the accumulation: only the
+adapter's gradients are summed over processes.
+
+Callbacks and trackers are transformers' own (`CallbackHandler`); they see a run as one epoch.
+
+Left out: streaming datasets, training without an adapter, push to the hub, epochs as events.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from grade.errors import InputError
+from grade.files import atomic
+from grade.gradients.methods import AUTO, METHODS, OFFLINE, TEACHER
+from grade.gradients.objective import GradientStep, Objective
+from grade.gradients.policy_gradient import Completions, Microbatch, StepContext
+from grade.models.prompts import PromptBatch, check_prompts, encode_examples
+from grade.models.sampling import generate
+from grade.plugins import import_object
+from grade.rewards.rewards import make_rewards
+from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, restore_best, save_checkpoint
+from grade.training.config import GradeConfig
+from grade.training.evaluate import Evaluation, evaluate
+from grade.training.kl_budget import BatchKL, KLSteering
+from grade.training.load import make_policy, place_policy
+from grade.training.logs import Lines, LogBuffer, token_table
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grade.models.backbone import Backbone
+    from grade.rewards.gold import GoldJudge
+
+logger = logging.getLogger(__name__)
+
+TEXTS = "grade.training.texts:TextPhase"
+"""Steps along scored texts."""
+SAMPLER = "grade.models.served:StepSampler"
+"""Completions from another sampler."""
+TEACHER_REWARD = "grade.training.teacher:add_teacher"
+"""A teacher beside rewards, or alone."""
+
+
+class GradeTrainer:
+    """Trains an adapter by reward gradients through generated text, or by policy gradients.
+
+    Arguments are those of TRL's ``GRPOTrainer`` where it has them.
+
+    Args:
+        model: Hugging Face id or folder, a model, a ``PeftModel`` whose adapter is continued, or a `Backbone`.
+        reward_funcs: A reward or a list of them, see `grade.rewards.rewards.make_rewards`: functions, classifiers, our
+            reward models. Relaxed methods need differentiable ones.
+        args: Settings.
+        train_dataset: Rows with a ``prompt``, text or messages. Other columns are passed on to functions.
+        eval_dataset: Held-out rows, or several sets by name.
+        processing_class: The policy's tokenizer; None: the model's own.
+        reward_processing_classes: Tokenizers of the classifiers; None: their own.
+        callbacks: Further callbacks of transformers.
+        optimizers: Optimizer of the adapter's parameters and its schedule; None: AdamW and ``lr_scheduler_type``.
+        peft_config: LoRA settings; None: this project's defaults (rank 16, attention).
+        judge: Scores texts in evaluations only; training never sees it.
+        texts: Texts that the reward is distilled from before training (`grade.data.texts`): rows with ``prompt`` and
+            ``completion``, or ``text``; a file or hub id; or ``reference:N``. They are scored once. With method
+            `teacher` those of the steps that ``lmbda`` leaves.
+        teacher: A model in place of ``args.teacher``. Without rewards it is what is learned, with method `teacher`.
+
+    Attributes:
+        backbone: The policy.
+        given: The settings as they were given.
+        config: The settings, with the method and the number of steps that were chosen.
+        state: transformers' ``TrainerState``, with the log.
+        evaluations: Evaluations of ``eval_dataset`` by step.
+        seconds: Time of training so far, without evaluations.
+
+    Raises:
+        InputError: If something does not fit together, naming it; nothing is written then.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel | Backbone,
+        reward_funcs: Any = None,
+        args: GradeConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        peft_config: LoraConfig | None = None,
+        judge: GoldJudge | None = None,
+        texts: Any = None,
+        teacher: PreTrainedModel | str | None = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
+            args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
+        self.given = self.config = config = args
+        policy = make_policy(model, processing_class, peft_config, config.model_init_kwargs, config.seed)
+        place_policy(policy, config)
+        self.backbone = policy.view(processing_class, config.temperature)
+        self.chosen: dict[str, str] = {}
+        teacher = teacher or getattr(config, "teacher", None)
+        rewards = None
+        if teacher is None or reward_funcs not in (None, []):
+            rewards = make_rewards(
+                reward_funcs, self.backbone, config.reward_weights, reward_processing_classes, config.reward_scope
+            )
+        self.config = config = self._with_method(config, rewards, texts, teacher)
+        self.train_dataset = self._checked_rows(train_dataset, "train_dataset")
+        self.eval_dataset, self.judge = eval_dataset, judge
+        sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        for name, rows in sets.items():
+            self._checked_rows(rows, name)
+        self.teacher = None
+        if teacher is not None:
+            rewards, self.teacher = import_object(TEACHER_REWARD)(self, teacher, rewards)
+        self.rewards = rewards
+        self.objective = Objective(rewards, config.beta, config.reward_scope, self.teacher)
+        if config.relaxed:
+            config.relaxation().check(self.backbone.vocab_size)
+            self.objective.require_gradient(config.method)
+        self.method = import_object(METHODS[config.method].learner)(config, self.backbone)
+        self.sampler = import_object(SAMPLER)(config) if hasattr(config, "sampler") else None
+        self.texts = None
+        if texts is not None or (config.method == OFFLINE and train_dataset is not None):
+            self.texts = import_object(TEXTS)(self, texts)
+        rows = self.train_dataset if self.texts is None else self.texts.training_rows(self.train_dataset)
+        self.rows = 0 if rows is None else len(rows)
+        if config.max_steps < 0 and self.rows:
+            per_step = config.batch_prompts * config.microbatches
+            config = config.replace(max_steps=math.ceil(config.num_train_epochs * self.rows / per_step))
+        self.config, self.args = config, config.training_arguments
+        budgeted = config.target_kl is not None and config.method != OFFLINE
+        self.steering = KLSteering(self.backbone, config, self._sum) if budgeted else None
+        self.accelerator = Accelerator(cpu=config.use_cpu)
+        self.log_buffer = LogBuffer(self.backbone.tokenizer if config.log_completions else None)
+        self.evaluations: dict[int, Evaluation] = {}
+        self.seconds = 0.0
+        self._orders: list[Sequence[int]] = []  # of the rows, in every pass
+        self.optimizer, self.lr_scheduler = optimizers
+        self._make_optimizer()
+        self.control, self.state = TrainerControl(), TrainerState()
+        trackers = get_reporting_integration_callbacks(self.args.report_to)
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback, *trackers, *(callbacks or ()), Lines(self.evaluations)], self.backbone.peft,
+            self.backbone.tokenizer, self.optimizer, self.lr_scheduler,
+        )  # fmt: skip
+        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    def _with_method(self, config: GradeConfig, rewards: Any, texts: Any, teacher: Any) -> GradeConfig:
+        """The settings with the method that ``auto`` stands for."""
+        if config.method == AUTO:
+            choose = import_object("grade.training.auto:choose_method")
+            method, why = choose(config, rewards, texts is not None, teacher is not None)
+            config = config.replace(method=method)
+            self.choose("method", f"{method}: {why}")
+        if config.method == TEACHER and teacher is None:
+            raise InputError("teacher", None, f"a model to learn from, with method {TEACHER}")
+        return config
+
+    def choose(self, what: str, text: str) -> None:
+        """Note what was chosen for the user, and why: a line of the log, and a row of the model card."""
+        self.chosen[what] = text
+        if self.config.process_index == 0:
+            logger.warning(f"{what}: {text}")
+
+    def _make_optimizer(self) -> None:
+        """AdamW with one group for the adapter and one for what else the method trains, and its schedule."""
+        config = self.config
+        if self.optimizer is None:
+            groups: list[dict[str, Any]] = [{"params": self.backbone.trainable_parameters()}]
+            if others := self.method.parameters():
+                groups.append({"params": others, "lr": config.value_learning_rate})
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                weight_decay=config.weight_decay,
+            )  # fmt: skip
+        if self.lr_scheduler is None and config.max_steps > 0:
+            self.lr_scheduler = get_scheduler(
+                config.lr_scheduler_type, self.optimizer, self.args.get_warmup_steps(config.max_steps), config.max_steps
+            )
+
+    # ---- data ----
+    def _checked_rows(self, rows: Any, name: str) -> Any:
+        """Rows of a dataset, each of which has a prompt that fits the model with a completion."""
+        if rows is None:
+            return None
+        if isinstance(rows, str | Path | Mapping | pd.DataFrame) or not hasattr(rows, "__len__"):
+            raise InputError(name, type(rows).__name__, "a list of rows with a prompt, or one split of a dataset")
+        try:
+            longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
+        except InputError as error:
+            raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
+        context, most = self.backbone.max_positions, self.config.max_completion_length
+        if longest + most > context:
+            room = f"at most {context - most}: the model's context of {context} less max_completion_length = {most}"
+            raise InputError(f"{name}: tokens of the prompt in row {row}", longest, room)
+        return rows
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """How prompts are read."""
+        config = self.config
+        return {
+            "max_prompt_length": config.max_prompt_length, "truncation": config.truncation,
+            "chat_template_kwargs": config.chat_template_kwargs, "warn_raw": not config.raw_prompts,
+        }  # fmt: skip
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
+        """Rows of a dataset as prompts."""
+        return encode_examples(self.backbone.tokenizer, rows, **self._reading).to(self.backbone.device)
+
+    def row_numbers(self, step: int, number: int, size: int) -> list[int]:
+        """Rows of microbatch ``number`` of a step from 1, of ``size`` rows: shuffled passes over all of them."""
+        start = ((step - 1) * self.config.microbatches + number) * size
+        while len(self._orders) * self.rows < start + size:
+            if not self.config.shuffle_dataset:
+                self._orders.append(range(self.rows))
+                continue
+            if not self._orders:
+                self._shuffler = np.random.default_rng([self.config.seed, 1])
+            self._orders.append(self._shuffler.permutation(self.rows).tolist())
+        return [self._orders[i // self.rows][i % self.rows] for i in range(start, start + size)]
+
+    # ---- a step ----
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
+        """Train, or continue from a checkpoint's folder; True: the newest one of ``output_dir``."""
+        if not self.rows:
+            raise InputError("train_dataset", self.train_dataset, "rows with a prompt")
+        self._begin(resume_from_checkpoint)
+        while self.state.global_step < self.config.max_steps and not self.control.should_training_stop:
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            self.training_step()
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self._log_evaluate_save()
+        if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
+            restore_best(self.backbone, self.state.best_model_checkpoint)
+            best = Path(self.state.best_model_checkpoint).name
+            self.choose("policy", f"that of {best}, whose {self.config.metric_for_best_model} is the best")
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if self.sampler is not None:
+            self.sampler.close()
+        losses = [row["loss"] for row in self.state.log_history if "loss" in row]
+        return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else math.nan, {})
+
+    def _begin(self, resume_from_checkpoint: str | Path | bool | None) -> None:
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is True:
+            found = checkpoints_of(self.config.output_dir)
+            if not found:
+                raise InputError("resume_from_checkpoint", True, f"a checkpoint in {self.config.output_dir}")
+            checkpoint = found[-1]
+        main = self.args.process_index == 0
+        self.state = TrainerState(
+            max_steps=self.config.max_steps, num_train_epochs=math.ceil(self.passes(self.config.max_steps)), epoch=0.0,
+            is_local_process_zero=self.args.local_process_index == 0, is_world_process_zero=main,
+        )  # fmt: skip
+        self.control = TrainerControl()
+        if self.texts is not None:
+            self.texts.begin()
+        if checkpoint is not None:
+            load_checkpoint(self, Path(checkpoint))
+        self.state.compute_steps(self.args, self.config.max_steps)
+        self.state.max_steps = self.config.max_steps
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        if self.config.eval_on_start and checkpoint is None:
+            self._evaluate()
+
+    def training_step(self) -> None:
+        """Sample completions of a step, have them scored, add their gradient, and update."""
+        config, step, start = self.config, self.state.global_step + 1, time.perf_counter()
+        self.rewards.trainer_state, self.rewards.recorded = self.state, []
+        along = self.texts is not None and self.texts.is_text_step(step)
+        method = self.texts.method if along else self.method
+        if self.steering is not None:
+            self.steering.before_step()
+        microbatches = [
+            self._microbatch(step, number * config.world_size + config.process_index)
+            for number in range(config.gradient_accumulation_steps)
+        ]
+        context = StepContext(
+            config.microbatches, lambda: self._update(method), self._sum, gather_object, config.process_index, step - 1
+        )
+        if self.teacher is not None:
+            self.teacher.figures.clear()  # what evaluations have left
+        parts = method.step(microbatches, self.objective, context)
+        self._note(method, parts, microbatches)
+        self._check_weights(step)
+        if self.steering is not None and not along:
+            shorten = self.texts is not None and self.texts.shortens
+            self.log_buffer.add(self.steering.after_update(step - self.text_steps, at_most=shorten))
+            if self.texts is not None:
+                self.texts.follow(self.steering)
+        self.lr_rate = self.lr_scheduler.get_last_lr()[0]
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.state.global_step, self.state.epoch = step, self.passes(step)
+        if along:
+            self.texts.after_step(parts, microbatches)
+        elif self.steering is not None and step == config.max_steps:
+            self.steering.land(self.sample_policy(self.steering.landing)[1])
+        self.log_buffer.add({"step_time": time.perf_counter() - start})
+        self.seconds += time.perf_counter() - start
+
+    @property
+    def model(self) -> PeftModel:
+        """The policy as PEFT's model."""
+        return self.backbone.peft
+
+    @property
+    def text_steps(self) -> int:
+        """Steps along texts, before those with own completions."""
+        return 0 if self.texts is None else self.texts.steps
+
+    def _microbatch(self, step: int, number: int) -> Microbatch:
+        """Prompts of microbatch ``number`` of a step with the generator for their completions, or completions."""
+        seed = np.random.SeedSequence([self.config.seed, step, number]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
+        if self.texts is not None and (completions := self.texts.microbatch(step, number)) is not None:
+            return completions
+        rows = self.row_numbers(step, number, self.config.batch_prompts)
+        prompts = self.encode([self.train_dataset[i] for i in rows])
+        if self.sampler is None:
+            return prompts, generator
+        completions, figures = self.sampler.sample(self.backbone, prompts.repeat(self.config.group), generator, step)
+        self.log_buffer.add(figures)
+        return completions
+
+    def _update(self, method: Any) -> None:
+        """Sum gradients over processes, clip them, and take an optimizer step."""
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        have = self._sum(torch.tensor([float(p.grad is not None) for p in weights], device=self.config.device))
+        for p, count in zip(weights, have.tolist(), strict=True):
+            if count:  # on some process; weight decay would move the others
+                p.grad = self._sum(torch.zeros_like(p) if p.grad is None else p.grad)
+        limit = self.config.max_grad_norm or math.inf
+        # Each by itself: a value head must not change the policy's step.
+        norms = [
+            torch.nn.utils.clip_grad_norm_(part, limit)
+            for part in (self.backbone.trainable_parameters(), method.parameters())
+        ]
+        for norm in norms:
+            if not torch.isfinite(norm):
+                allowed = f"a finite number; step {self.state.global_step + 1} was not taken"
+                raise InputError("gradient norm", float(norm), allowed)
+        self.log_buffer.add({"grad_norm": norms[0].double()})
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        self.optimizer.step()
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+
+    def _check_weights(self, step: int) -> None:
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not torch.stack([p.detach().isfinite().all() for p in weights]).all():
+            allowed = f"a smaller one: weights are not finite after step {step}"
+            raise InputError("learning_rate", self.config.learning_rate, allowed)
+
+    def _note(self, method: Any, parts: list[GradientStep], microbatches: list[Microbatch]) -> None:
+        """Put a step's results into the log."""
+        # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
+        recorded = self.rewards.recorded
+        scores = recorded[:: max(1, len(recorded) // len(parts))] or [part.scores for part in parts]
+        for part, microbatch, values in zip(parts, microbatches, scores, strict=True):
+            sampled = isinstance(microbatch, Completions)
+            prompts = microbatch.prompts if sampled else microbatch[0].repeat(self.config.group)
+            self.log_buffer.add_step(part, prompts, values)
+            if self.steering is not None:
+                self.steering.add(prompts, part.completion_ids, part.completion_mask)
+        for name, values in method.figures.items():
+            for value in values:
+                self.log_buffer.add({name: value})
+        for figures in self.teacher.figures if self.teacher is not None else ():
+            self.log_buffer.add(figures)
+
+    def _sum(self, value: Tensor) -> Tensor:
+        return self.accelerator.reduce(value, reduction="sum")
+
+    def mean(self, values: list[Tensor | float]) -> float:
+        """The mean of values over processes, each of which has equally many, or none."""
+        mean = torch.stack([torch.as_tensor(v).detach().cpu() for v in values]).mean() if values else torch.zeros(())
+        if self.config.world_size > 1:
+            both = torch.tensor([float(mean), float(bool(values))], dtype=torch.float64, device=self.accelerator.device)
+            mean, having = self._sum(both)
+            mean = mean / having
+        return float(mean)
+
+    def sample_policy(self, number: int) -> tuple[Completions, BatchKL]:
+        """Completions of the policy for prompts drawn anew, the same on all processes, and their KL."""
+        config = self.config
+        rng = np.random.default_rng([config.seed, 2, self.state.global_step])
+        rows = self.train_dataset if self.train_dataset is not None else self.texts.rows
+        prompts = self.encode([rows[int(i)] for i in rng.choice(len(rows), number)])
+        generator = torch.Generator(self.backbone.device).manual_seed(int(rng.integers(2**31)))
+        least = config.min_completion_length
+        ids, mask = generate(
+            self.backbone, prompts, config.max_completion_length, generator, min_new_tokens=least
+        )
+        completions = Completions(prompts, ids, mask)
+        return completions, BatchKL(self.backbone, [(prompts, ids, mask)], least)
+
+    # ---- log, evaluation, checkpoints ----
+    def _log_evaluate_save(self) -> None:
+        last = self.state.global_step >= self.config.max_steps
+        control = self.control
+        control.should_evaluate = control.should_evaluate or (last and self.config.eval_on_end)
+        # An evaluation without the step's own row would have no samples and seconds beside it.
+        if control.should_log or last or control.should_evaluate:
+            self._log_step()
+        if control.should_evaluate:
+            better = self._evaluate()
+            if self.config.save_strategy == "best":
+                self.control.should_save = better
+        if self.control.should_save:
+            folder = save_checkpoint(self)
+            remove_older(folder, self.config.save_total_limit, self.state.best_model_checkpoint)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _log_step(self) -> None:
+        drained = self.log_buffer.drain(self.mean)
+        logs = {"loss": drained.pop("loss"), "grad_norm": drained.pop("grad_norm"), "learning_rate": self.lr_rate}
+        self.log(logs | drained | {"num_samples": self.samples, "seconds": self.seconds})
+        if self.config.log_completions:
+            self.write_table(f"completions_{self.state.global_step:05d}", self.log_buffer.drain_rows())
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Add a row to the log, and hand it to the callbacks."""
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    @property
+    def samples(self) -> int:
+        """Completions of the policy that the run has drawn so far."""
+        step = self.state.global_step
+        drawn = step if self.texts is None else self.texts.steps_with_samples(step)
+        texts = 0 if self.texts is None else self.texts.samples
+        return drawn * self.config.microbatches * self.config.batch_completions + texts
+
+    def passes(self, steps: int) -> float:
+        """Passes over the prompts in so many steps."""
+        return steps * self.config.microbatches * self.config.batch_prompts / self.rows
+
+    def _evaluate(self) -> bool:
+        """Evaluate; whether the metric of the best model has improved."""
+        metrics, config = self.evaluate(), self.config
+        if config.metric_for_best_model is None:
+            return False
+        name = config.metric_for_best_model
+        value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+        best, greater = self.state.best_metric, self.args.greater_is_better
+        if best is not None and not (value > best if greater else value < best):
+            return False
+        self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        return True
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Sample held-out prompts and score them: ``eval_reward``, ``eval_kl``, ..., with standard error and n.
+
+        ``eval_loss`` is the negative objective. The rows are ``self.eval_dataset``, one of its sets by name, or other
+        rows with a prompt.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(rows, str):
+            rows = self.eval_dataset[rows]
+        if isinstance(rows, dict):
+            metrics = {}
+            for name, part in rows.items():
+                metrics |= self.evaluate(part, f"{metric_key_prefix}_{name}")
+            return metrics
+        if self._checked_rows(rows, "eval_dataset") is None:
+            raise InputError("eval_dataset", None, "rows with a prompt")
+        config, step = self.config, self.state.global_step
+        self.rewards.trainer_state = self.state
+        ends = step in (0, config.max_steps)
+        n = min((config.final_eval_prompts if ends else config.eval_prompts) or len(rows), len(rows))
+        evaluation = evaluate(
+            self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,
+            max_new_tokens=config.max_completion_length, min_new_tokens=config.min_completion_length,
+            scope=config.reward_scope, batch_size=config.per_device_eval_batch_size, kl_prompts=config.kl_eval_prompts,
+            encode=self.encode, rank=config.process_index, processes=config.world_size,
+        )  # fmt: skip
+        if metric_key_prefix == "eval":
+            self.evaluations[step] = evaluation
+        self.write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
+        method = self.texts.method if self.texts is not None and self.texts.is_text_step(max(step, 1)) else self.method
+        if (liked := method.liked_tokens()) is not None:
+            self.write_table(f"tokens_{step:05d}", token_table(self.backbone.tokenizer, liked, method.token_counts()))
+        # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
+        metrics = evaluation.first(config.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @property
+    def kept_step(self) -> int:
+        """The step whose policy is the result: the last one, or with ``load_best_model_at_end`` the best."""
+        best = self.config.load_best_model_at_end and self.state.best_model_checkpoint
+        return int(best.rpartition("-")[2]) if best else self.state.global_step
+
+    def saved_ends(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """The evaluations before training and of its result, of the prompts that both have."""
+        before, after = (self.evaluations.get(step) for step in (0, self.kept_step or None))
+        if before and after:
+            before = before.first(len(after.prompts))
+        return before, after
+
+    def table_path(self, name: str) -> Path:
+        """The file of a table."""
+        return Path(self.config.output_dir) / "completions" / f"{name.replace('/', '_')}.parquet"
+
+    def write_table(self, name: str, table: pd.DataFrame) -> None:
+        """Write a table of text below ``output_dir``, unless nothing is saved."""
+        config = self.config
+        wanted = config.save_strategy != "no" or config.log_completions
+        if config.process_index == 0 and wanted and len(table):
+            with atomic(self.table_path(name)) as file:
+                table.to_parquet(file, index=False)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the adapter, which `grade merge`, `grade generate` and PEFT read, and a model card."""
+        if self.config.process_index == 0:
+            folder = Path(output_dir or self.config.output_dir)
+            self.backbone.save_adapter(folder)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """As ``Trainer.add_callback``."""
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """As ``Trainer.remove_callback``."""
+        self.callback_handler.remove_callback(callback)
