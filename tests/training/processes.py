@@ -27,7 +27,7 @@ from grade.models.backbone import Backbone
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.config import FSDP2, SHARDING, TrainConfig
 from grade.training.run import train
-from grade.training.trainer import GradeTrainer
+from grade.training.loop import GradeTrainer
 
 TARGETED = ("gumbel", "ppo")
 """Methods with a budget for KL."""
