@@ -40,7 +40,8 @@ _PUBLIC = {
     # the memory of a step
     "StepConfig": "grade.memory.settings",
     "trace": "grade.memory.trace",
-    "plan": "grade.memory.plan",
+    "trace_callable": "grade.memory.trace",
+    "largest_batch": "grade.memory.plan",
     "parse_bytes": "grade.memory.plan",
     "MemoryTracker": "grade.memory.tracker",
     # the entropy of a policy

@@ -14,3 +14,7 @@ def import_object(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+REWARDS = {"hf": "grade.rewards.classifier:classifier_reward"}
+"""Makers of rewards, by what stands before the colon of a reward's name."""

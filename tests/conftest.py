@@ -39,12 +39,6 @@ def _older_objects_are_not_searched():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _cache(tmp_path_factory):
-    """Scores of texts are kept among the tests' own files."""
-    os.environ["GRADE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
 VOCAB, EOS = 23, [2, 7, 12]  # several, so that short completions do end
 
 

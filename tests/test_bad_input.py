@@ -108,17 +108,13 @@ GOOD = {
     "pretrain": "--reviews reviews --output-dir made --metrics metrics.json",
     "gold": "--reviews reviews --output-dir made --metrics metrics.json",
     "reward": "--kind bag --backbone base --reviews reviews --output-dir made --metrics metrics.json",
-    "peers": "--output-dir made --set model=base --set reward=bag --set gold=judge.npz --set reviews=reviews",
-    "text-peers": "--output-dir made",
-    "teacher-peers": "--output-dir made --set model=base --set gold_file=judge.npz --set reviews_dir=reviews",
-    "step-peers": "--output-dir made --set models=[tiny]",
     "measure": "validation --output-dir made",
     "notebook": "small.ipynb executed.ipynb",
-    "repro": "--dry", "results": "", "check": "", "publish": "",
+    "repro": "","results": "", "check": "", "publish": "",
 }  # fmt: skip
 assert set(GOOD) == set(COMMANDS)
 CONFIGURED = ("train", "explained", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward",
-              "peers", "text-peers", "teacher-peers", "step-peers", "measure")  # fmt: skip
+              "measure")  # fmt: skip
 
 BINARY = bytes(range(256)) * 8
 FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")
@@ -238,10 +234,10 @@ def cases():
         ("show", "--rows 0"), ("show", "--columns no"), ("show", "--step 9"), ("show", "--html reviews"),
         ("show", "--html ''"), ("merge", "--dtype int8"), ("explained", "--figure figure.txt"),
         ("memory", "--fits '12 parsecs'"), ("memory", "--gpus 0"), ("memory", "--model nowhere"),
-        ("bench", "--device tpu"), ("reward", "--kind bagg"), ("repro", "--jobs 0"), ("results", "--profile nowhere"),
+        ("bench", "--device tpu"), ("reward", "--kind bagg"), ("results", "--profile nowhere"),
         ("check", "--profile ../params/cpu"), ("data", "--set label_column=no"), ("data", "--set test_size=100000"),
         ("pretrain", "--set heads=3"), ("backbone", "--set source=nowhere"), ("probe", "--set reward=nowhere"),
-        ("peers", "--set methods=[ste]"), ("notebook", "--set rate=x"), ("notebook", "--params nowhere.yaml"),
+        ("notebook", "--set rate=x"), ("notebook", "--params nowhere.yaml"),
     ):  # fmt: skip
         yield command, text, "", {}
     for command, text, says in (
@@ -256,30 +252,16 @@ def cases():
         ("gold", "--metrics made/m.json --output-dir made", "--metrics: got 'made/m.json'; allowed: a file outside"),
         ("probe", "--set generation.temperature=1e-30", "temperature"), ("fetch", "--output-dir run", "lists"),
         ("backbone", "--set hidden_size=1000000", "TB"), ("pretrain", "--set context=100000", "context"),
-        ("peers", "--set learning_rates=[1e-3]", "learning_rates"), ("peers", "--set reward=judge.npz", "black_box"),
-        ("text-peers", "--set seeds=[-1]", "seeds"), ("results", "", "grade repro makes them"),
+        ("results", "", "grade repro makes them"),
         ("data", "--set source=reviews", "source"), ("measure", "--runs nowhere", "--runs"),
         ("notebook", "--runs small.ipynb", "--runs"), ("gold", "--metrics made", "--output-dir"),
         ("reward", "--metrics bag/reward.json", "--metrics"), ("bench", "--output base/config.json", "--output"),
         ("bench", "--set models=[tiny,nowhere]", "models: got 'nowhere'"),
-        ("step-peers", "--set models=[tiny,nowhere]", "models: got 'nowhere'"),
-        ("peers", "--set learning_rates=[0,0]", "learning_rates.0"), ("text-peers", "--set reward=sums", "reward"),
-        ("teacher-peers", "--set seeds=[0,0]", "different seeds"),
-        ("text-peers", "--set 'contestants=[{method: prompted, strengths: [3]}]'", "strengths of prompted: got 3"),
-        ("text-peers", "--set 'contestants=[{method: best_of_n, strengths: [0]}]'", "numbers from 1 to 65536"),
-        ("text-peers", "--set 'contestants=[{method: awr, strengths: [x]}]'", "strengths of awr: got 'x'"),
-        ("text-peers", "--set 'contestants=[{method: raft, texts: reference:999999, strengths: [1]}]'", "texts: got"),
     ):  # fmt: skip
         yield command, text, says, {}
     for experiment, text, says in (
         ("validation", "etas=[0]", "etas.0"), ("validation", "completion_tokens=1000000000", "5^1000000000"),
-        ("scale", "methods=[nope]", "methods.0"), ("scale", "samplers=[x]", "sampler"),
-        ("scale", "fits_budget=lots", "fits_budget"), ("scale", "sampling_file=base", "sampling_file"),
-        ("scale", "policy_dir=small.ipynb", "policy_dir"), ("scale", "fits_model=nowhere", "fits_model"),
-        ("teachers", "peers=nowhere", "peers"), ("teachers", "'runs.methods={rloo: {nonsense: 1}}'", "nonsense"),
         ("text_first", "kl_levels=[-1.0,1.0]", "kl_levels.0"), ("text_first", "published=nowhere", "published"),
-        ("any_reward", "cost.tiny=0", "cost.tiny"),
-        ("any_reward", "explained_families=[nope]", "explained_families.0"),
         ("compare", "seeds=[1,1]", "different seeds"), ("compare", "chosen_rates.nope=1", "nope"),
         ("estimators", "dtype=int8", "dtype"), ("exp6", "device=tpu", "device"), ("intuitor", "lengths=[0]", "lengths"),
         ("probe", "narrow_multiples=[-1.0]", "narrow_multiples.0"),
@@ -299,10 +281,6 @@ def cases():
         ("completions/eval_00001.parquet", pd.DataFrame({"prompt": ["a"]}).to_parquet),
     ):
         yield "show", f"# columns of {name}", name.split("/")[-1], {"run/manifest.json": None, f"run/{name}": content}
-    for key in ("jobs", "experiments"):
-        yield "repro", f"# {key}", key, {"params/cpu/suite.yaml": f"profile: cpu\noutputs: outputs\n{key}: x\n"}
-    for content in ("", BINARY):
-        yield "repro", "# no pipeline", "dvc.yaml", {"dvc.yaml": content}
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
     yield "data", "# one column", "", {"reviews.csv": "text\na\n"}
     yield "data", "# an open quotation", "reviews.csv", {"reviews.csv": 'a,b\n"1,2\n3,4,5'}

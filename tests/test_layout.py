@@ -14,8 +14,7 @@ FLOORS = {
 # What experiments share; otherwise none imports another.
 SHARED = (
     "claims", "enumeration", "formulas", "frontier", "intervals", "learning", "measured", "moments", "plotting",
-    "reward_runs", "rewards", "run", "setting", "shallow", "sums", "text_quality", "traced", "training_runs",
-    "trl_runs", "trl_traces",
+    "reward_runs", "rewards", "run", "setting", "shallow", "text_quality", "traced", "training_runs",
 )  # fmt: skip
 CHECKOUT = ("experiments", "commands")
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked

@@ -67,8 +67,8 @@ def project(tmp_path, monkeypatch):
     backbone = toy_task().backbone
     backbone.peft.unload().save_pretrained(tmp_path / "models/backbone")
     backbone.tokenizer.save_pretrained(tmp_path / "models/backbone")
-    verifier = 'from grade.rewards.verifiers import exact_answer\n\nanswer = exact_answer("answer")\n'
-    (tmp_path / "rewards.py").write_text(f"import re\n\n{verifier}\n\n{reward_of(blocks('python')[0])[1]}")
+    exact = next(block for block in blocks("python") if block.startswith("def exact"))
+    (tmp_path / "rewards.py").write_text(f"import re\n\n\n{reward_of(blocks('python')[0])[1]}\n\n{exact}")
     for name in ("prompts", "held_out"):
         rows = [{"prompt": f"The film {number} was", "answer": str(number)} for number in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import get_args
 
 from grade.cli.options import command, option, print_metrics
 from grade.data.reviews import load_reviews
-from grade.files import check_file, claimed
 from grade.models.backbone import Backbone
-from grade.results import check_values, write_metrics, write_results
+from grade.results import write_metrics, write_results
 from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardKind
 
-REWARD_FILES = ("reward.safetensors", "reward.json")
-"""Names that `grade.rewards.model.RewardModel.save` writes."""
 WORDS = (36, 128, None)
 """Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
 
@@ -23,19 +21,15 @@ WORDS = (36, 128, None)
 @command("gold", reviews="review splits", output_dir="judge.npz is written here", metrics="accuracy on the test split")
 def _gold(args: argparse.Namespace) -> None:
     """Fit on the gold split, measure on the test split."""
-    check_file(args.metrics, "--metrics")
-    with claimed(args.output_dir, ("judge.npz",), inputs=(args.reviews,)) as output:
-        gold, test = load_reviews(args.reviews, "gold"), load_reviews(args.reviews, "test")
-        judge = GoldJudge.fit([r.text for r in gold], [r.label for r in gold])
-        metrics = {"fit/n": len(gold)}
-        for words in WORDS:
-            texts = [" ".join(r.text.split()[:words]) for r in test]
-            accuracy = judge.accuracy(texts, [r.label for r in test])
-            metrics |= accuracy.metrics(f"accuracy/{words or 'all'}_words")
-            print(f"gold judge, {words or 'all'} words: accuracy {accuracy}")
-        check_values(metrics)
-        with output.replacement() as staging:
-            judge.save(staging / "judge.npz")
+    gold, test = load_reviews(args.reviews, "gold"), load_reviews(args.reviews, "test")
+    judge = GoldJudge.fit([r.text for r in gold], [r.label for r in gold])
+    metrics = {"fit/n": len(gold)}
+    for words in WORDS:
+        texts = [" ".join(r.text.split()[:words]) for r in test]
+        accuracy = judge.accuracy(texts, [r.label for r in test])
+        metrics |= accuracy.metrics(f"accuracy/{words or 'all'}_words")
+        print(f"gold judge, {words or 'all'} words: accuracy {accuracy}")
+    judge.save(Path(args.output_dir, "judge.npz"))
     write_metrics(args.metrics, metrics)
 
 
@@ -51,21 +45,17 @@ def _gold(args: argparse.Namespace) -> None:
 def _reward(args: argparse.Namespace) -> None:
     """Train on the reward split, stop early on the validation split, measure on the test split."""
     config = RewardConfig.load(args.config, args.set)
-    check_file(args.metrics, "--metrics")
-    with claimed(args.output_dir, REWARD_FILES, inputs=(args.backbone, args.reviews)) as output:
-        backbone = Backbone.load(args.backbone)
-        train, validation, test = (load_reviews(args.reviews, name) for name in ("reward", "validation", "test"))
-        model, fit = train_reward(args.kind, config, backbone, train, validation)
-        test = test[: getattr(config, args.kind).eval_size]
-        metrics = {f"fit/{k}": v for k, v in fit.items()} | evaluate_reward(model, test, config.eval_tokens)
-        if config.labels == "binary":  # against a bag of words of the same reviews, cut at the same token
-            baseline = GoldJudge.fit([r.text for r in train], [r.label for r in train])
-            for tokens in config.eval_tokens:
-                texts = [backbone.tokenizer.decode(ids) for ids in encode(backbone, test, tokens)]
-                accuracy = baseline.accuracy(texts, [r.label for r in test])
-                metrics |= accuracy.metrics(f"bag_of_words/accuracy/{tokens}")
-        check_values(metrics)
-        with output.replacement() as staging:
-            model.save(staging)
+    backbone = Backbone.load(args.backbone)
+    train, validation, test = (load_reviews(args.reviews, name) for name in ("reward", "validation", "test"))
+    model, fit = train_reward(args.kind, config, backbone, train, validation)
+    test = test[: getattr(config, args.kind).eval_size]
+    metrics = {f"fit/{k}": v for k, v in fit.items()} | evaluate_reward(model, test, config.eval_tokens)
+    if config.labels == "binary":  # against a bag of words of the same reviews, cut at the same token
+        baseline = GoldJudge.fit([r.text for r in train], [r.label for r in train])
+        for tokens in config.eval_tokens:
+            texts = [backbone.tokenizer.decode(ids) for ids in encode(backbone, test, tokens)]
+            accuracy = baseline.accuracy(texts, [r.label for r in test])
+            metrics |= accuracy.metrics(f"bag_of_words/accuracy/{tokens}")
+    model.save(args.output_dir)
     write_results(args.metrics, metrics)
     print_metrics(metrics)

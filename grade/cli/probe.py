@@ -6,7 +6,7 @@ import argparse
 
 from grade.cli.options import command, option
 from grade.entropy.run import ProbeRunConfig, probe_adapter
-from grade.files import check_file, write_json
+from grade.files import write_json
 from grade.results import environment
 
 SECTION = "probe"
@@ -24,7 +24,6 @@ SECTION = "probe"
 def _probe(args: argparse.Namespace) -> None:
     """Predict and verify how the coming optimizer step moves the policy's entropy."""
     config = ProbeRunConfig.load(args.config, args.set, section=SECTION)
-    check_file(args.output, "--output")
     batch, length = config.batch_config, config.generation.max_new_tokens
     print(f"probing {config.backbone}: {batch.B} prompts, {batch.G} completions of {length} tokens each", flush=True)
     report = probe_adapter(config, args.adapter, args.optimizer_state)

@@ -1,39 +1,31 @@
-"""Texts that a reward is distilled from before the policy has written any: read, cut, scored once, kept.
+"""Texts that a reward is distilled from before the policy has written any: read, cut, scored once.
 
 A text is a prompt with a completion. It comes from
 
 - rows with ``prompt`` and ``completion``, from a file, the hub or memory;
 - rows with ``text``: whole texts, cut into windows of a prompt's and a completion's length in the policy's tokens;
 - ``reference:N``: completions that the reference, the policy without its adapter, samples once (`reference_texts`).
-
-Scores are kept in ``$GRADE_CACHE/texts`` (default: ``~/.cache/grade/texts``), in a file whose name is the hash of the
-texts, the tokenizer and the reward. So another run, seed or learning rate does not call the reward again.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
-from torch import Tensor
 
 from grade.data.prompts import load_rows
 from grade.errors import InputError
-from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
-from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens
 from grade.models.samplers import LOCAL, Sampler
 from grade.models.scoring import completion_logps
-from grade.models.tokenizer import tokenizer_hash
 from grade.results import progress
+from grade.rewards.base import Reward
 
 LEAST = 8
 """Texts, below which there is nothing to fit."""
@@ -43,11 +35,6 @@ WAIT = 3.0
 """Seconds until a bar appears."""
 Row = Mapping[str, Any]
 Encode = Callable[[Sequence[Row]], PromptBatch]
-
-
-def cache_folder() -> Path:
-    """Where scores are kept between runs."""
-    return Path(os.path.expanduser(os.environ.get("GRADE_CACHE") or "~/.cache/grade"), "texts")
 
 
 def reference_number(source: Any) -> int | None:
@@ -147,49 +134,28 @@ def _prompts(tokenizer: Any, pieces: Sequence[list[int]], most: int) -> list[str
     return texts
 
 
+@torch.no_grad()
 def score_texts(
     rows: Sequence[Row],
     backbone: Backbone,
-    rewards: Any,
+    rewards: Reward,
     *,
     completion_tokens: int,
     encode: Encode,
     batch_size: int = 256,
-    cache: Path | None = None,
 ) -> ScoredTexts:
-    """The rewards of rows from `read_texts` or `reference_texts`, as far as an earlier run has not kept them in a file.
+    """The rewards of rows from `read_texts` or `reference_texts`, float64, NaN where every function returned None.
 
     A completion of fewer than T = ``completion_tokens`` tokens gets the end of the sequence; a longer one is cut. A
     row's ``completion_ids`` are taken as they are; columns besides prompt and completion reach the reward. Of the
-    policy only the tokenizer matters, and the base whose embeddings a reward reads. ``rewards`` is a
-    `grade.rewards.rewards.Rewards`; ``encode`` makes prompts of rows; ``cache`` is the folder of kept scores, usually
-    `cache_folder`, or None: neither read nor written.
+    policy only the tokenizer matters, and the base whose embeddings a reward reads. ``encode`` makes prompts of rows.
     """
     texts = encode_texts(rows, backbone, completion_tokens=completion_tokens, encode=encode)
-    prompts, ids, mask = texts.prompts, texts.ids, texts.mask
-    known, file = rewards.fingerprint(backbone), None
-    if cache is not None and known is None:
-        warnings.warn("scores of the texts are not kept: the reward's code or state cannot be seen", stacklevel=2)
-    elif cache is not None:
-        completions = [each[kept].tolist() for each, kept in zip(ids, mask.bool(), strict=True)]
-        examples = [[example, row, tokens] for example, row, tokens in zip(
-            prompts.examples or rows, prompts.rows(), completions, strict=True
-        )]  # fmt: skip
-        file = cache / f"{hashed(known, tokenizer_hash(backbone.tokenizer), completion_tokens, examples)}.parquet"
-    kept = (_kept(file, "reward") if file is not None else None) or []
-    parts, done = [torch.tensor(kept, dtype=torch.float64)], len(kept)
-    try:
-        with progress(None, "texts scored", delay=WAIT) as bar:
-            bar.total = len(rows) - done
-            for start in range(done, len(rows), batch_size):
-                batch = slice(start, start + batch_size)
-                parts.append(_scores(backbone, rewards, prompts[batch], ids[batch], mask[batch], start).cpu())
-                bar.update(len(parts[-1]))
-    finally:  # what was paid for is kept, also where a later text cannot be scored
-        scores = torch.cat(parts)
-        if file is not None and len(scores) > done:
-            _keep(file, {"reward": scores.numpy()})
-    return ScoredTexts(prompts, ids, mask, scores.to(ids.device), len(rows) - done)
+    parts = []
+    for start in progress(range(0, len(rows), batch_size), "texts scored", delay=WAIT):
+        batch = texts[start : start + batch_size]
+        parts.append(rewards.score(backbone, batch.prompts, batch.ids, batch.mask).double())
+    return replace(texts, rewards=torch.cat(parts).to(texts.ids.device))
 
 
 def encode_texts(rows: Sequence[Row], backbone: Backbone, *, completion_tokens: int, encode: Encode) -> ScoredTexts:
@@ -221,17 +187,6 @@ def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:
 
 
 @torch.no_grad()
-def _scores(backbone: Backbone, rewards: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor, start: int) -> Tensor:
-    """Rewards [B] of a batch in float64, NaN where every function returned None."""
-    try:
-        return rewards.score(backbone, prompts, ids, mask).double()
-    except InputError as error:
-        columns = ", ".join(prompts.examples[0]) if prompts.examples else "prompt, completion"
-        where = f"texts, rows {start} to {start + len(ids) - 1} (columns {columns}): {error.field}"
-        raise InputError(where, error.value, error.allowed) from error
-
-
-@torch.no_grad()
 def reference_texts(
     rows: Sequence[Row],
     number: int,
@@ -242,61 +197,29 @@ def reference_texts(
     encode: Encode,
     seed: int = 0,
     min_new_tokens: int = 0,
-    cache: Path | None = None,
     max_difference: float | None = None,
 ) -> list[dict[str, Any]]:
-    """N completions of the reference as texts, from the file of an earlier run if there is one.
+    """N completions of the reference as texts.
 
     Prompts are drawn without replacement, in rounds if there are fewer than N. The reference is the policy without its
     adapter, at its head's temperature; a server samples it as its base, and is refused where it is more than
     ``max_difference`` nats away (by default what rounding explains). The seed is that of the choice of prompts and of
-    the samples; ``encode`` and ``cache`` are as for `score_texts`.
+    the samples; ``encode`` is as for `score_texts`.
     """
     generator = torch.Generator(backbone.device).manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(len(rows), generator=order) for _ in range(-(-number // len(rows)))]
     chosen = [rows[i] for i in torch.cat(rounds)[:number].tolist()]
-    prompts, file, kept = encode(chosen), None, None
-    if cache is not None:
-        about = [tokenizer_hash(backbone.tokenizer), fingerprint(backbone.model), str(backbone.dtype), sampler.name]
-        about += [seed, float(backbone.head.temperature), min_new_tokens, completion_tokens, prompts.rows()]
-        file = cache / f"reference-{hashed(*about)}.parquet"
-        kept = _kept(file, "completion_ids")
-    if kept is None or len(kept) != number:
-        kept = []
-        with progress(None, "completions of the reference", delay=WAIT) as bar, backbone.reference():
-            bar.total = number
-            for start in range(0, number, DRAWN):
-                batch = prompts[slice(start, start + DRAWN)].to(backbone.device)
-                drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
-                if sampler.name not in LOCAL:
-                    logps = completion_logps(backbone, batch, drawn.ids, drawn.mask, min_new_tokens)
-                    drawn.mismatch(logps).check(sampler.name, backbone.dtype, max_difference)
-                lengths = drawn.mask.sum(1).tolist()
-                kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
-                bar.update(len(lengths))
-        if file is not None:
-            _keep(file, {"completion_ids": kept})
+    prompts, kept = encode(chosen), []
+    with backbone.reference():
+        for start in progress(range(0, number, DRAWN), "completions of the reference", delay=WAIT):
+            batch = prompts[slice(start, start + DRAWN)].to(backbone.device)
+            drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
+            if sampler.name not in LOCAL:
+                logps = completion_logps(backbone, batch, drawn.ids, drawn.mask, min_new_tokens)
+                drawn.mismatch(logps).check(sampler.name, backbone.dtype, max_difference)
+            lengths = drawn.mask.sum(1).tolist()
+            kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
     texts = [backbone.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
-    return [{**row, "completion": text, "completion_ids": list(map(int, ids))}
+    return [{**row, "completion": text, "completion_ids": ids}
             for row, text, ids in zip(chosen, texts, kept, strict=True)]  # fmt: skip
-
-
-def _kept(file: Path, column: str) -> list[Any] | None:
-    """A column of a kept file; a damaged one is warned of and made again."""
-    if not file.is_file():
-        return None
-    try:
-        return pd.read_parquet(file, page_checksum_verification=True)[column].tolist()
-    except Exception:
-        warnings.warn(f"{file} is damaged, and made anew", stacklevel=3)
-        return None
-
-
-def _keep(file: Path, columns: Mapping[str, Any]) -> None:
-    """Write a file whole; a folder that cannot be written costs the cache, not the scores."""
-    try:
-        with atomic(file) as staging:
-            pd.DataFrame(columns).to_parquet(staging, write_page_checksum=True)
-    except OSError as error:
-        warnings.warn(f"the scores of the texts are not kept: {error}", stacklevel=3)

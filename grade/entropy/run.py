@@ -16,8 +16,7 @@ from torch import Tensor
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
 from grade.errors import InputError, reading, require_file
-from grade.gradients.engines import make_engine
-from grade.gradients.methods import RELAXED, Rate
+from grade.gradients.methods import Rate
 from grade.gradients.objective import Objective
 from grade.memory.settings import Device, require_device
 from grade.models.adapter import LoraSettings
@@ -26,9 +25,8 @@ from grade.models.prompts import PromptBatch, encode_examples, encode_prompts
 from grade.rewards.base import RewardScope
 from grade.rewards.functions import FunctionReward
 from grade.rewards.model import RewardModel, load_reward
-from grade.rewards.verifiers import import_reasoning_gym
+from grade.training.checkpoint import OPTIMIZER_FILE
 from grade.training.config import TrainConfig
-from grade.training.folder import OPTIMIZER_FILE
 
 _EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
 """Shown before each problem of the task arithmetic: a base model completes what it sees."""
@@ -41,10 +39,7 @@ def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainC
     """
     if not config.relaxed:
         raise InputError("method", config.method, "one that relaxes tokens; without follow it is a policy gradient")
-    engine = make_engine(
-        RELAXED[config.method].engine, config.hops, config.hop_tolerance, bool(config.gradient_checkpointing)
-    )
-    relaxation = config.relaxation(0)
+    engine, relaxation = config.engine(), config.relaxation(0)
     objective = Objective(reward_model, config.beta, config.reward_scope)
 
     def run(prompts: PromptBatch, generator: torch.Generator) -> None:
@@ -66,7 +61,7 @@ class ProbeRunConfig(ProbeConfig):
     device: Device = Field("cpu", description="where to run")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter, if none is given")
     task: Literal["reviews", "arithmetic"] = Field(
-        "reviews", description="reviews and a reward model, or sums and a verifier (extra: arithmetic)"
+        "reviews", description="reviews and a reward model, or sums, whose answers are checked (extra: arithmetic)"
     )
     reward: str = Field("models/reward/backbone/bag", description="folder of a trained reward model (task reviews)")
     reward_scope: RewardScope = Field("prompt_and_completion", description="what the reward scores")
@@ -97,9 +92,14 @@ def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, 
 def _sums(number: int, seed: int, policy: Backbone, most: int) -> tuple[PromptBatch, FunctionReward]:
     """Sums and differences of two digits, after worked examples; 1 where a completion's first number is the answer.
 
-    Problems and verifier are reasoning-gym's (Stojanovski et al. 2025, arXiv:2505.24760).
+    Problems and the check of answers are reasoning-gym's (Stojanovski et al. 2025, arXiv:2505.24760).
     """
-    problems = import_reasoning_gym("task").create_dataset(
+    try:
+        import reasoning_gym
+    except ImportError:
+        allowed = 'reviews, or install the extra: pip install -e ".[arithmetic]"'
+        raise InputError("task", "arithmetic", allowed) from None
+    problems = reasoning_gym.create_dataset(
         "chain_sum", size=number, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
     )
     rows = [{"entry": entry, "prompt": f"{_EXAMPLES}{entry['metadata']['expression']} ="} for entry in problems]

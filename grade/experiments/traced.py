@@ -136,7 +136,7 @@ class PolicyStepConfig(TracedConfig):
     reference: bool = Field(True, description="score the reference, for KL")
 
     def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
-        prompts, generator, scale = self.prompts(backbone), generator_on(backbone), 1 / self.gradient_accumulation_steps
+        prompts, generator = self.prompts(backbone), generator_on(backbone)
         shape = (self.batch_size, self.max_new_tokens)
         ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=backbone.device)
         mask, advantages = torch.ones_like(ids), torch.ones(shape[0], 1, device=backbone.device)
@@ -165,7 +165,7 @@ class PolicyStepConfig(TracedConfig):
                 surrogate = clipped_surrogate(new, old, advantages, 0.2)
                 kl = k3(new, ref)
                 loss = ((_BETA * kl - surrogate) * mask).sum() / mask.sum()
-            (loss * scale).backward()
+            loss.backward()
 
         return run
 
@@ -185,7 +185,7 @@ def _dense(
 def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
     """One of several GPUs that divide weights, gradients and optimizer state (ZeRO-3), by arithmetic.
 
-    No trainer here does this; what they do is traced (``processes``). Gathered whole at any time: the tables, two
+    Gathered whole at any time: the tables, two
     layers (the one that runs and the next), and one layer's gradients. Left out: buffers of the communication library.
     """
     if gpus == 1:

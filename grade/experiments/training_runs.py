@@ -6,9 +6,8 @@ order of the prompts and the noise.
 
 import math
 import multiprocessing
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,15 +15,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
-from transformers import get_linear_schedule_with_warmup
 
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch
-from grade.models.sampling import generate
 from grade.results import progress
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
@@ -210,44 +205,6 @@ def split(train: Sequence[Any], held_out: Sequence[Any], on_search_prompts: bool
     """
     n = min(SEARCH_PROMPTS, len(train) // 2)
     return list(train[:-n]), list(train[-n:] if on_search_prompts else held_out)
-
-
-def best_of(
-    policy: Backbone, prompts: PromptBatch, n: int, length: int, generator: torch.Generator,
-    score: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rewards [B] and ids [B, T] of the best of n completions of each prompt.
-
-    ``score`` gives rewards from the places of the prompts, ids and mask.
-    """
-    best = []
-    for few in torch.arange(len(prompts)).split(max(1, BATCH_ROWS // n)):
-        ids, mask = generate(policy, prompts[few].repeat(n), length, generator, min_new_tokens=length)
-        rewards = score(few.repeat_interleave(n), ids, mask).view(-1, n)
-        best.append((rewards.max(1).values, ids[rewards.argmax(1) + n * torch.arange(len(few))]))
-    rewards, ids = (torch.cat(parts) for parts in zip(*best, strict=True))
-    return rewards, ids
-
-
-def fine_tune(
-    policy: Backbone, rows: Tensor, loss: Callable[[Tensor], Tensor], rate: float, steps: int, batch: int,
-    generator: torch.Generator,
-) -> Iterator[tuple[int, float]]:  # fmt: skip
-    """AdamW down a loss of some of the rows, in shuffled passes, at a rate that falls to 0: each step, and seconds."""
-    parameters, seconds = policy.trainable_parameters(), 0.0
-    optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
-    schedule = get_linear_schedule_with_warmup(optimizer, 0, steps)
-    passes = range(-(-steps * batch // len(rows)))
-    order = torch.cat([rows[torch.randperm(len(rows), generator=generator)] for _ in passes])
-    for step, chosen in enumerate(order.split(batch)[:steps], 1):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss(chosen).backward(inputs=parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        seconds += time.perf_counter() - start
-        yield step, seconds
 
 
 def judged_by(judge: GoldJudge) -> Callable[..., list[float]]:

@@ -1,6 +1,6 @@
 """Where a traced step needs private parts of torch and transformers, or other functions in place of theirs.
 
-Tried with torch 2.13 and transformers 5.23; nothing outside this module names a private part of FSDP2.
+Tried with torch 2.13 and transformers 5.23.
 
 - On ``meta`` torch has no attention kernels and uses the unfused formula, which keeps the scores. Here fused attention
   is called as on the device: outputs and tensors saved for backward have the kernel's own shapes. It is replaced in
@@ -10,41 +10,25 @@ Tried with torch 2.13 and transformers 5.23; nothing outside this module names a
 - `torch.Generator` knows no ``meta``, where nothing is drawn (`grade.memory.meta.NoData`).
 - transformers drops the mask of a batch without padding, unless it is tracing: a batch without data is assumed padded.
 - A bag's sum keeps one number per bag on a CPU, and one per index on CUDA and on ``meta``.
-- FSDP2 resizes storages without an operator, refuses weights on ``meta`` (they would have to be filled before they are
-  trained) and asks for their device's streams, of which ``meta`` has none.
-- The other processes of a trace do not exist: torch's ``fake`` process group does nothing in a collective operation, so
-  that what is left is what this process allocates. Left out: buffers of the communication library itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401 - collective operations on meta
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
-from grade.errors import InputError
-from grade.memory.records import Category, LiveTracker
 from grade.memory.settings import Device
 from grade.memory.tracker import DispatchMode
 from grade.models import sampling
-from grade.models.backbone import Backbone
-from grade.models.sharding import RowShards, ShardedTable
 
 _BLOCK = 16  # CUDA's memory-efficient kernel needs rows of a mask in multiples of this
-MOST_PROCESSES = 2**14
-"""Whose parts of each layer are listed in seconds."""
 _RealGenerator = torch.Generator
 
 
@@ -88,8 +72,6 @@ class _Generator(torch.Generator):
 
 class _SmallBags(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if ShardedTable in types:
-            return NotImplemented  # it gathers its rows first
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten._embedding_bag and args[0].device.type == "meta":
             result = (result[0], torch.empty_like(args[2]), *result[2:])
@@ -97,91 +79,23 @@ class _SmallBags(DispatchMode):
 
 
 @contextlib.contextmanager
-def kernels_of(device: Device, fakes: bool = False) -> Iterator[None]:
-    """Within this context a step on tensors without data uses the kernels of ``device``.
+def kernels_of(device: Device) -> Iterator[None]:
+    """Within this context a step on ``meta`` uses the kernels of ``device``.
 
-    With ``fakes`` also the attention of fake tensors, in autocast's type, with masks that are real. Without, torch
-    chooses for them as on a CPU.
+    For fake tensors torch chooses as on a CPU.
     """
     attention = F.scaled_dot_product_attention
 
     def on_meta_too(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (query.is_meta or (fakes and isinstance(query, FakeTensor))):
+        if not query.is_meta:
             return attention(query, *args, **kwargs)
-        if fakes and torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            query, args = query.to(dtype), (args[0].to(dtype), args[1].to(dtype), *args[2:])
         return _fused_attention(device, query, *args, **kwargs)
 
     with (
         patch.object(sampling, "SKINNY_DEVICES", ("cpu", "meta") if device == "cpu" else ()),
         patch.object(F, "scaled_dot_product_attention", on_meta_too),
         patch.object(torch, "Generator", _Generator),
-        contextlib.nullcontext() if fakes else patch.object(masking_utils, "is_tracing", lambda *_: True),
+        patch.object(masking_utils, "is_tracing", lambda *_: True),
         _SmallBags() if device == "cpu" else contextlib.nullcontext(),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def alone_among(processes: int) -> Iterator[None]:
-    """Within this context this process is the first of several that do not exist, also for weights on ``meta``."""
-    handle = _fsdp_collectives._get_device_handle
-    if not 1 <= processes <= MOST_PROCESSES:
-        raise InputError("gpus", processes, f"1 to {MOST_PROCESSES}")
-    if processes == 1:
-        yield
-        return
-    dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
-    try:
-        with (
-            patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
-            patch.object(_fsdp_collectives, "_get_device_handle", lambda x: handle("cpu" if x == "meta" else x)),
-        ):
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
-def divide(backbone: Backbone) -> None:
-    """Keep this process's share of a base only (`grade.models.sharding`), also on ``meta``."""
-    backbone.shard(backbone.device)
-    if backbone.device.type != "meta":
-        return
-    for module in backbone.decoder.modules():  # FSDP2 would gather into tensors with data
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
-            group.device = backbone.device
-            for parameter in group.fsdp_params:
-                parameter.device = backbone.device
-
-
-@contextlib.contextmanager
-def gathers_seen(tracker: LiveTracker) -> Iterator[None]:
-    """Within this context a tracker counts gathered weights from when they come until they are freed."""
-
-    def after(target: Any, name: str, note: Callable[[Any, tuple], None]) -> Any:
-        original = getattr(target, name)
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            note(result, args)
-            return result
-
-        return patch.object(target, name, noting)
-
-    def resized(_: Any, args: tuple) -> None:
-        tracker.resized(args[0], "gathered")
-
-    def tagged(category: Category) -> Callable[[Any, tuple], None]:
-        return lambda result, _: tracker.tag([result], category)
-
-    with (
-        after(_fsdp_param, "alloc_storage", resized),
-        after(_fsdp_param_group, "alloc_storage", resized),
-        after(_fsdp_param, "free_storage", resized),
-        after(RowShards, "gather", tagged("gathered")),
-        after(_fsdp_collectives.DefaultAllGather, "allocate", tagged("in transit")),
-        after(_fsdp_param.FSDPParam, "init_all_gather_outputs",
-              lambda _, args: tracker.tag(args[0].all_gather_outputs, "gathered")),
-    ):  # fmt: skip
         yield

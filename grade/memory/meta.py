@@ -1,4 +1,4 @@
-"""Running code on tensors without data: on ``meta``, or fake ones.
+"""Running code on tensors without data.
 
 torch's meta kernels of elementwise operators are written in Python and take about 0.2 ms. A traced step calls the same
 few hundred kernels tens of thousands of times, for every layer and token, and their outputs depend only on shapes,
@@ -15,21 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
 
 from grade.memory.tracker import DispatchMode, tensors_in
-from grade.models.sharding import ShardedTable
 
-FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What fake tensors raise where a value is needed."""
-_COMMUNICATION = ("c10d", "fsdp")
-"""Namespaces of operators that do more than their outputs show: never cached."""
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
 
@@ -47,10 +35,6 @@ class NoData(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
-        if func.namespace in _COMMUNICATION:
-            return func(*args, **kwargs)
-        if ShardedTable in types:
-            return NotImplemented  # it gathers its rows first
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:
                 return True
@@ -62,50 +46,6 @@ class NoData(DispatchMode):
         if leaves and args[0].device.type == "meta":
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         return call_on_meta(func, args, kwargs)
-
-
-class FakeFloats(DispatchMode):
-    """Lets code of others run with fake numbers but real integers: token ids, masks, lengths, permutations.
-
-    What is computed from real tensors alone and is neither floating-point nor larger than `_MOST_INTEGERS` is computed.
-    So a step's shapes follow from its texts as in training. Of fake values: a drawn token is 0, a number read from a
-    tensor is 1, a check (``if nan``) is false, and a mask selects everything.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
-        kwargs = kwargs or {}
-        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_in((*args, *kwargs.values())))
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return (args[0].dtype != torch.bool and 1.0) if fake else func(*args)
-        if func is torch.ops.aten.index.Tensor and fake:
-            args = (args[0], [place for index in args[1] for place in _places(index)])
-        try:
-            with self.fake:
-                result = func(*args, **kwargs)
-        except FAKE_ERRORS:
-            if fake:
-                raise
-            return func(*args, **kwargs)
-        made = (t.dtype.is_floating_point or t.numel() > _MOST_INTEGERS for t in tensors_in((result,)))
-        if not fake and not any(made):
-            return func(*args, **kwargs)
-        return torch.zeros(result.shape, dtype=result.dtype) if func in _DRAWS else result
-
-
-_DRAWS = (torch.ops.aten.multinomial.default, torch.ops.aten.argmax.default)
-_MOST_INTEGERS = 2**22
-"""Elements of a tensor that is computed; a mask of positions by positions may be larger."""
-
-
-def _places(index: Tensor | None) -> Iterable[Tensor | None]:
-    """A mask as the indices that it selects, one tensor for each of its dimensions; another index as it is."""
-    if index is None or index.dtype != torch.bool:
-        return [index]
-    return (torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index).nonzero().unbind(1)
 
 
 def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

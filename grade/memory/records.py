@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
 from torch.utils.flop_counter import flop_registry
 
 from grade.memory.tracker import MemoryTracker, storage_of
-from grade.models.sharding import ShardedTable
 
 Category = Literal[
     "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary",
-    "gathered", "in transit",
 ]  # fmt: skip
-SHARDED: tuple[Category, ...] = ("gathered", "in transit")
-"""Only where processes divide the base. ``gathered``: weights that are whole for a while; ``in transit``: buffers."""
-CATEGORIES: tuple[Category, ...] = tuple(name for name in get_args(Category) if name not in SHARDED)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 """Uses of memory. ``activations``: alive beyond the phase that made them, or saved by autograd; ``logits``: any tensor
 with a vocabulary-sized dimension, whatever its use; ``temporary``: the rest."""
 
@@ -66,24 +58,14 @@ def _operations(count: Callable[..., int], args: Sequence[Any], kwargs: Mapping[
         return count(*repeated, **kwargs, out_val=result)
 
 
-def _of_the_engine(caller: FrameType) -> bool:
-    """Whether autograd itself calls an operator, and no code in Python."""
-    return caller.f_code is _engine_run_backward.__code__
-
-
 class LiveTracker(MemoryTracker):
-    """`MemoryTracker` with records; with ``device`` only of tensors on this type of device.
+    """`MemoryTracker` with records; with ``device`` only of tensors on this type of device."""
 
-    Of a tensor that is used twice, such as a table that is also the head, autograd adds the gradients in place, but not
-    while a mode watches or tensors are fake. With ``sums_in_place`` it does so here too.
-    """
-
-    def __init__(self, round_to: int = 512, device: str | None = None, sums_in_place: bool = False) -> None:
+    def __init__(self, round_to: int = 512, device: str | None = None) -> None:
         super().__init__(round_to)
-        self.device, self.sums_in_place = device, sums_in_place
+        self.device = device
         self.records: list[StorageRecord] = []  # every storage that was counted, in order of allocation
         self.flops = 0  # of products, convolutions and attention, by torch's own formulas (2 n k m for a product)
-        self.received = 0  # bytes from other processes; of a sum over W processes 2 (W - 1) / W of its size
         self._open: dict[int, StorageRecord] = {}
         self._op = "existing"
         self._modules: list[str] = []
@@ -115,17 +97,6 @@ class LiveTracker(MemoryTracker):
     def _record_of(self, tensor: torch.Tensor | None) -> StorageRecord | None:
         storage = None if tensor is None else storage_of(tensor)
         return None if storage is None else self._open.get(storage._cdata)
-
-    def resized(self, tensor: torch.Tensor, category: Category) -> None:
-        """Count a storage that was resized directly, to nothing or from nothing, as freed or as new."""
-        storage, outer = tensor.untyped_storage(), self._op
-        if storage.nbytes():
-            self._op = "all_gather"
-            self.track_existing([tensor])
-            self.tag([tensor], category)
-            self._op = outer
-        elif storage._cdata in self._live:
-            self._forget(storage._cdata)(None)
 
     @contextlib.contextmanager
     def naming(self, root: nn.Module) -> Iterator[None]:
@@ -182,12 +153,6 @@ class LiveTracker(MemoryTracker):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls in a trace, and none of them allocates
-        if ShardedTable in types:
-            return NotImplemented  # it gathers its rows first, which is then seen
-        if func.namespace == "c10d":
-            self.received += _received(func, args)
-        if self.sums_in_place and func is torch.ops.aten.add.Tensor and _of_the_engine(sys._getframe(1)):
-            func = torch.ops.aten.add_.Tensor
         outer, self._op = self._op, func.overloadpacket.__name__
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -214,13 +179,3 @@ class LiveTracker(MemoryTracker):
         record = self._open.pop(key, None)
         if record is not None:
             record.death, record.end_phase = len(self.records), self.phase
-
-
-def _received(func: Any, args: tuple) -> int:
-    """Bytes that one process receives in a collective operation, if each byte travels as seldom as it can."""
-    if func is torch.ops.c10d._allgather_base_.default:
-        return args[0].nbytes - args[1].nbytes
-    if func is torch.ops.c10d.allreduce_.default:
-        size = dist.get_world_size()
-        return sum(2 * (size - 1) * tensor.nbytes // size for tensor in args[0])
-    return 0

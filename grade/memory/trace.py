@@ -4,8 +4,8 @@ The trainers' own step runs on meta tensors, which have shapes and types but no 
 prediction therefore follows the code: how many bytes are alive at the peak, what they are for, in which phase, and
 which modules made the largest tensors.
 
-Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation
-(`grade.memory.allocator`), the CUDA context, cuBLAS and cuDNN workspaces.
+Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation, the
+CUDA context, cuBLAS and cuDNN workspaces.
 
 Layers repeat, so live bytes at the same point of the step are linear in the number of repetitions. A deep model is
 traced with few layers (`few_layers`) and each allocation site's peak is extrapolated; the largest is the peak. Tests
@@ -15,29 +15,25 @@ compare this with full traces, and those with real steps.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import get_args
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
-from grade.config import allowed_names
-from grade.errors import InputError, reading
-from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
-from grade.memory.meta import FAKE_ERRORS, NoData
+from grade.memory.compat import kernels_of
+from grade.memory.meta import NoData
 from grade.memory.models import layer_kinds, model_config, with_layers
-from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
-from grade.memory.settings import Device, Sharding, TracedConfig
-from grade.memory.step import Step, build, make_step
+from grade.memory.records import CATEGORIES, Category, LiveTracker
+from grade.memory.settings import Device, TracedConfig
+from grade.memory.step import Step, build, make_step, states_of
 from grade.models.base import FrozenBase
 from grade.models.sampling import Decoder
 
@@ -71,7 +67,6 @@ class Trace:
     traced_layers: int  # layers that were traced; fewer than ``layers`` if extrapolated
     flops: int  # floating point operations of the step's products and attention
     seconds: float  # wall time of the trace
-    received: int = 0  # bytes that reach this process from others in the step
 
     @property
     def peak_phase(self) -> str:
@@ -99,10 +94,7 @@ class Trace:
         return self.peak - self.fixed_bytes
 
 
-def trace(
-    config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False, processes: int = 1,
-    sharding: Sharding = "fsdp2",
-) -> Trace:  # fmt: skip
+def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False) -> Trace:
     """Trace one optimizer step.
 
     Args:
@@ -110,30 +102,65 @@ def trace(
         device: Where it would run; on a CPU, float32 sampling uses another product for few rows.
         all_layers: Trace every layer, without extrapolation, and every pass that samples, not only the first and the
             last ones: the same peaks, and a timeline of the whole step.
-        processes: Processes that train together, each with the batch of ``config``; the first one is traced.
-        sharding: How they share the base.
 
     Returns:
         The trace.
 
     Raises:
-        InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
-            message names the line).
+        InputError: For an unknown model, or more tokens than it can read.
     """
-    for name, value, kind in (("device", device, Device), ("sharding", sharding, Sharding)):
-        if value not in get_args(kind):
-            raise InputError(name, str(value), allowed_names(value, get_args(kind)))
-    with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
-        return extrapolated(config.model, all_layers, lambda m: trace_layers(config, m, device, processes, sharding))
-
-
-def extrapolated(name: str, all_layers: bool, tracked: Callable[[PretrainedConfig], LiveTracker]) -> Trace:
-    """The trace of a model from those of all its layers, or of few, by a function that traces a model."""
-    start, model = time.perf_counter(), model_config(name)
+    start, model = time.perf_counter(), model_config(config.model)
     layers = model.num_hidden_layers
     numbers = [layers] if all_layers else few_layers(layer_kinds(model))
-    trackers = [tracked(with_layers(model, n)) for n in numbers]
+    with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
+        trackers = [trace_layers(config, with_layers(model, n), device) for n in numbers]
     return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
+
+
+def trace_callable(
+    step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+    *, device: Device = "cuda",
+) -> Trace:  # fmt: skip
+    """Trace one call of any function, such as somebody's own training step.
+
+    It is called twice, the first time for the state that an optimizer has from its first step on. It must not read the
+    contents of tensors, but for checks, which are true. Tensors that it makes on the CPU count for ``device="cpu"``
+    only. All layers are traced; the phases are ``forward``, ``backward`` and ``optimizer``.
+
+    Args:
+        step: Takes one step: forward, backward, update. Its tensors are on device ``meta``.
+        model: What stays in memory, on device ``meta``; several models are an `nn.ModuleList`.
+        optimizer: What updates it.
+        device: Where it would run, which decides the kernels.
+
+    Returns:
+        The trace. Only with a ``model.config.vocab_size`` does it tell logits from other tensors.
+    """
+    start, tracker = time.perf_counter(), LiveTracker(device=None if device == "cpu" else "meta")
+    parameters = list(model.parameters())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(NoData())
+        stack.enter_context(kernels_of(device))
+        step()
+        _count_existing(tracker, {
+            "weights": [*parameters, *model.buffers()],
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [] if optimizer is None else states_of(optimizer),
+        })  # fmt: skip
+        for parameter in parameters:
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag([p.grad], "gradients"))
+                stack.callback(hook.remove)
+        if optimizer is not None:
+            update = contextlib.ExitStack()
+            before = optimizer.register_step_pre_hook(lambda *_: update.enter_context(tracker.during("optimizer")))
+            after = optimizer.register_step_post_hook(lambda *_: update.close())
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        with tracker, tracker.naming(model):
+            step()
+    vocab = getattr(getattr(model, "config", None), "vocab_size", sys.maxsize)
+    return _assemble([tracker], [0], 0, vocab, time.perf_counter() - start)
 
 
 def few_layers(kinds: Sequence[object]) -> list[int]:
@@ -158,48 +185,31 @@ def few_layers(kinds: Sequence[object]) -> list[int]:
 def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:
     """Run a step on whatever tensors it has, fake or real; the tracker also counts what existed before."""
     tracker = LiveTracker(round_to, device)
-    for category, tensors in step.existing().items():
-        tracker.track_existing(tensors)
-        tracker.tag(tensors, category)
-    with gathers_seen(tracker), tracker, tracker.naming(step.backbone):
+    _count_existing(tracker, step.existing())
+    with tracker, tracker.naming(step.backbone):
         step.run(tracker)
     return tracker
 
 
-def trace_layers(
-    config: TracedConfig, model: PretrainedConfig, device: Device, processes: int = 1, sharding: Sharding = "fsdp2"
-) -> LiveTracker:
+def _count_existing(tracker: LiveTracker, existing: Mapping[Category, Sequence[Tensor]]) -> None:
+    for category, tensors in existing.items():
+        tracker.track_existing(tensors)
+        tracker.tag(tensors, category)
+
+
+def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
     """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
-    if processes > 1 and config.adapter == "full" and sharding == "fsdp2":
-        raise InputError("adapter", "full", "lora: only a frozen base is divided among processes")
     backbone, others = build(config, model)
-    mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # CPU tensors take no GPU memory
+    mode = contextlib.nullcontext()
+    counted = None if device == "cpu" else "meta"  # CPU tensors take no GPU memory
     if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
-        counted = None
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        to_fake(mode, backbone, *others)
-    try:
-        with mode, NoData(), kernels_of(device), alone_among(processes):
-            if processes > 1 and sharding == "fsdp2":
-                divide(backbone)
-            try:
-                return run_tracked(make_step(config, backbone, others), device=counted)
-            except Exception:
-                runs = "a model that runs on embeddings and a cache, with sizes that fit each other"
-                with reading("model", config.model, runs):  # is it the model that fails?
-                    Decoder(backbone, config.prompts(backbone, 1)).logits()
-                raise
-    except (*FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if not isinstance(error, FAKE_ERRORS) and "meta" not in str(error).lower():
-            raise
-        frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
-        path, last = [(p, f) for p, f in frames if "torch" not in p.parts and p.parent != Path(__file__).parent][-1]
-        where = f"{path.name}:{last.lineno} ({last.line})"
-        allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
-        raise InputError("traced step", where, allowed) from error
+        mode, counted = FakeTensorMode(allow_non_fake_inputs=True), None
+        _to_fake(mode, backbone, *others)
+    with mode, NoData(), kernels_of(device):
+        return run_tracked(make_step(config, backbone, others), device=counted)
 
 
-def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
+def _to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
     """Replace every parameter and buffer on ``meta`` by an empty fake CPU tensor, tied ones once.
 
     PEFT cannot be built inside a `FakeTensorMode`, and operators do not accept meta and fake tensors together.
@@ -222,15 +232,15 @@ def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
+def few_passes(new_tokens: int) -> Iterator[None]:
     """Within this context a decoder runs the model for the first two and the last two of T tokens that it is fed.
 
-    Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates the
-    same, with one more position in the key-value cache. So no pass needs more than the last one, and of those between
-    nothing is allocated but the cache: at once, or with ``growing`` token by token, as an allocator sees it. The rest
-    of the sampling loop runs for every token: logits, noise, the support, the lists that hold them. A pass takes the
-    same number of operations and bytes received more than the one before it, so their sum follows from the second and
-    the last but one. Live bytes over the step have fewer points. Caches with a sliding window decode every token.
+    Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates
+    the same, with one more position in the key-value cache. So no pass needs more than the last one, and of those
+    between nothing is allocated but the cache, at once. The rest of the sampling loop runs for every token: logits,
+    noise, the support, the lists that hold them. A pass takes the same number of operations more than the one
+    before it, so their sum follows from the second and the last but one. Live bytes over the step have fewer
+    points. Caches with a sliding window decode every token.
     """
     passes = new_tokens - 1  # the last token is not fed
     last_ones = passes - AT_EACH_END + 1
@@ -243,17 +253,16 @@ def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
         if skipped < 1 or watcher is None or any(type(layer) is not DynamicLayer for layer in self.cache.layers):
             original(self, embeds)
         elif AT_EACH_END < number < last_ones:
-            if growing or number == last_ones - 1:
-                _grow(self, 1 if growing else skipped)
+            if number == last_ones - 1:
+                _grow(self, skipped)
         else:
-            before = watcher.flops, watcher.received
+            before = watcher.flops
             original(self, embeds)
-            cost = watcher.flops - before[0], watcher.received - before[1]
+            flops = watcher.flops - before
             if number == AT_EACH_END:
-                self.cost = cost
+                self.flops = flops
             elif number == last_ones:
-                watcher.flops += skipped * (self.cost[0] + cost[0]) // 2
-                watcher.received += skipped * (self.cost[1] + cost[1]) // 2
+                watcher.flops += skipped * (self.flops + flops) // 2
 
     with patch.object(Decoder, "advance", advance):
         yield
@@ -262,17 +271,12 @@ def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
 def _grow(decoder: Decoder, positions: int) -> None:
     """More positions in the mask and in the cache."""
     decoder.mask = torch.cat([decoder.mask, decoder.mask.new_ones(len(decoder.mask), positions)], 1)
-    for grown in grow_cache(decoder.cache, positions):
-        decoder.backbone._watcher.tag([grown], "kv cache")
-
-
-def grow_cache(cache: Cache, positions: int) -> Iterator[Tensor]:
-    """Add positions to a key-value cache, one tensor after the other."""
-    for layer in cache.layers:
+    for layer in decoder.cache.layers:
         for name in ("keys", "values"):
             old = getattr(layer, name)
-            setattr(layer, name, torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2))
-            yield getattr(layer, name)
+            grown = torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2)
+            decoder.backbone._watcher.tag([grown], "kv cache")
+            setattr(layer, name, grown)
 
 
 def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:
@@ -292,13 +296,12 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
             if peak > highest.get(key[0], (-1,))[0]:
                 highest[key[0]] = (peak, key)
     phases = {}
-    categories = (*CATEGORIES, *(SHARDED if any(record.tag in SHARDED for record in last.records) else ()))
     for name, (_, key) in highest.items():
         parts = [Counter[str]() for _ in trackers]
         for tracker, site, count in zip(trackers, sites, parts, strict=True):
             for record in tracker.alive_at(site[key].birth):
                 count[tracker.category(record, vocab)] += record.nbytes
-        phases[name] = {c: at(*(count[c] for count in parts)) for c in categories}
+        phases[name] = {c: at(*(count[c] for count in parts)) for c in CATEGORIES}
     _, key = max(highest.values(), key=lambda site: site[0])
     made = [r for r in last.alive_at(sites[-1][key].birth) if last.category(r, vocab) not in FIXED]
     largest = [
@@ -307,5 +310,5 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
         for r in sorted(made, key=lambda r: -r.nbytes)[:10]
     ]  # fmt: skip
     timeline = [(r.phase, r.live) for r in last.records if r.op != "existing"]
-    flops, received = (at(*(getattr(t, name) for t in trackers)) for name in ("flops", "received"))
-    return Trace(phases, largest, timeline, layers, traced[-1], flops, seconds, received)
+    flops = at(*(tracker.flops for tracker in trackers))
+    return Trace(phases, largest, timeline, layers, traced[-1], flops, seconds)

@@ -41,7 +41,7 @@ from grade.models.adapter import (
     write_fingerprint,
 )
 from grade.models.base import FrozenBase
-from grade.models.compatibility import check_loaded, check_supported, check_vocabulary, probe
+from grade.models.compatibility import check_loaded, probe
 from grade.models.gather import whole
 from grade.models.sharding import any_process, shard_base
 
@@ -74,7 +74,6 @@ class Backbone(FrozenBase):
         model = model.get_base_model() if wrapped else model
         if wrapped is None:
             refuse_adapted(model)
-        check_supported(model)
         super().__init__(model, tokenizer)
         self.shards: dist.ProcessGroup | None = None
         probe(self)
@@ -124,7 +123,6 @@ class Backbone(FrozenBase):
         end = getattr(tokenizer, "eos_token_id", None)
         if end is not None and end not in self.eos_token_ids:
             other.eos_token_ids = (*self.eos_token_ids, end)
-        check_vocabulary(other)
         return other
 
     def shard(self, device: torch.device) -> None:

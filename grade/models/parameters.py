@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from grade.config import Config
 from grade.errors import InputError
 
-MOST_RANKS = 16384
-"""Largest rank: the width of the widest public models. A matrix has no higher one, and memory for more is not there."""
 _ELEMENTS, _STRIDE = 64, 2_654_435_761
 """A prime far above any width (2^32 over the golden ratio): the places fall into all rows and columns."""
 _KEPT = "_whole_fingerprint"
@@ -36,7 +34,7 @@ _ROUNDINGS = {"bfloat16": (torch.bfloat16, torch.float16), "float16": (torch.flo
 class LoraSettings(Config):
     """Settings of the trained adapter (Hu et al. 2021, arXiv:2106.09685)."""
 
-    r: int = Field(16, ge=1, le=MOST_RANKS, description="rank")
+    r: int = Field(16, ge=1, description="rank")
     alpha: int = Field(32, ge=1, description="scale is alpha / r")
     dropout: float = Field(0.0, ge=0, le=0, description="must be 0: a dropout mask is not part of a sample")
     target_modules: list[str] = Field(

@@ -107,7 +107,6 @@ class ScoredTexts(Rows):
     ids: Tensor  # completions [N, T], padded on the right
     mask: Tensor  # [N, T]
     rewards: Tensor  # [N] float64, NaN where no function scored
-    calls: int = 0  # completions that were scored now; 0 if the scores were kept from before
 
     def __len__(self) -> int:
         """N."""

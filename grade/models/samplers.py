@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grade.errors import InputError
-from grade.files import writing
 from grade.models.backbone import Backbone
 from grade.models.background import wait_for
 from grade.models.head import wide
@@ -183,12 +182,11 @@ class ServerSampler(Server, Sampler):
     def publish(self, backbone: Backbone) -> str:  # noqa: D102
         # A name of its own each time: a server may keep what it has loaded under a name, or an earlier run its own.
         name = f"grade-{secrets.token_hex(8)}"
-        with writing(str(self.folder), "sampler_folder"):
-            if self.folder is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            place = Path(tempfile.mkdtemp(prefix="grade-adapter-", dir=self.folder))
-            place.chmod(0o755)  # the server may be another user's
-            saved = backbone.save_adapter(place)
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix="grade-adapter-", dir=self.folder))
+        place.chmod(0o755)  # the server may be another user's
+        saved = backbone.save_adapter(place)
         needs = "vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, and sampler_folder that it can read"
         try:
             self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(saved)}, needs)

@@ -26,7 +26,7 @@ from pydantic import create_model
 import grade
 from grade.config import Config
 from grade.errors import MOST_SHOWN, InputError, reading, require_file
-from grade.files import name_file, write_text
+from grade.files import write_text
 
 # What differs between two runs, or says when they were, and nothing about the result.
 VOLATILE_KEYS = ("metadata.papermill", "cell.metadata.papermill", "cell.metadata.execution")
@@ -123,9 +123,6 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         raise NotebookError(" ".join(message.split())) from None
     except DeadKernelError as error:
         raise NotebookError(f"{notebook.name}: a cell ended its kernel ({error})") from None
-    except OSError as error:
-        name_file(error, output)
-        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,1 +1,1 @@
-"""Reward models, the gold judge and verifiers."""
+"""Reward functions, reward models and the gold judge."""

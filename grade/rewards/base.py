@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
 
@@ -60,13 +60,6 @@ class Reward:
         text, text_mask = scored_text(self.scope, prompts, embed(prompts.ids), embed(ids), mask)
         return self.differentiable(text, text_mask)
 
-    def fingerprint(self, policy: Policy) -> str | None:
-        """Hash of all that the values depend on besides the text, so that a text is scored once and for all.
-
-        None, as here, where that is unknown: then scores are not kept.
-        """
-        return None
-
     @property
     def parts(self) -> Sequence[Reward]:
         """The rewards that this is a sum of, or itself alone."""
@@ -93,18 +86,16 @@ class EmbeddingReward(Reward):
 
     def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings [B, L, D] with mask [B, L]."""
-        with reading(f"reward {self.name!r}", type(self.function).__name__, "a function of embeddings and mask"):
-            return self.function(embeds, mask)
+        return self.function(embeds, mask)
 
 
-def check_values(reward: Reward, values: Any, rows: int, gradient: bool = False) -> Tensor:
-    """The values of a reward, if they are a tensor with one for each of so many rows: others would be broadcast."""
-    given, allowed = type(values).__name__, f"a tensor of shape [{rows}]: one value for each completion"
-    if isinstance(values, Tensor):
-        if list(values.shape) == [rows] and (values.requires_grad or not gradient):
-            return values
-        given = f"shape {list(values.shape)}, {'with' if values.requires_grad else 'without'} gradient"
-    raise InputError(f"reward {reward.name!r}", given, allowed + (", with gradient" if gradient else ""))
+def check_values(reward: Reward, values: Tensor, rows: int, gradient: bool = False) -> Tensor:
+    """The values of a reward, if there is one for each of so many rows (others would be broadcast), with gradient."""
+    if values.shape != (rows,) or (gradient and not values.requires_grad):
+        about = f"shape {list(values.shape)}, {'with' if values.requires_grad else 'without'} gradient"
+        allowed = f"shape [{rows}], one value for each completion{', with gradient' if gradient else ''}"
+        raise InputError(f"reward {reward.name!r}", about, allowed)
+    return values
 
 
 def scored_text(

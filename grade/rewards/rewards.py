@@ -4,8 +4,8 @@
 
 | name | reward |
 |---|---|
-| ``package.module:function``, ``file.py:function`` | a function of text, or a verifier made there |
-| ``hf:<id or folder>``, ``hf:<id or folder>@LABEL`` | a sequence classifier |
+| ``package.module:function``, ``file.py:function`` | a function of text |
+| ``hf:<id or folder>``, ``hf:<id or folder>@LABEL`` | a sequence classifier (`grade.rewards.classifier`) |
 | ``<folder>`` with ``reward.json`` | a reward model that ``grade reward`` trained |
 
 A bare hub id or a classifier's folder works too, as in TRL.
@@ -14,15 +14,12 @@ A bare hub id or a classifier's folder works too, as in TRL.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import operator
-import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,17 +27,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grade.config import allowed_names
 from grade.errors import InputError
-from grade.files import hashed
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 from grade.models.teacher import Teacher
+from grade.plugins import REWARDS, import_object
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
-from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
-from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
-from grade.rewards.identity import fingerprint_of
+from grade.rewards.functions import FunctionReward, Log, decode_texts, run_functions
 from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
@@ -92,12 +86,6 @@ class Rewards(Reward):
         self.trainer_state: Any = None
         self._warned = False
 
-    def check_columns(self, row: Mapping[str, Any], field: str) -> None:
-        """Refuse rows that lack a column without which a function cannot be called."""
-        for part in self.parts:
-            if isinstance(part, FunctionReward) and (missing := part.columns() - row.keys()):
-                raise InputError(field, list(row), f"rows with {', '.join(sorted(missing))}, as {part.name!r} needs")
-
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]; `last` then holds the parts.
 
@@ -111,12 +99,14 @@ class Rewards(Reward):
         values, seconds = [], {}
         for name, part in zip(self.names, self.parts, strict=True):
             start = time.perf_counter()
-            given, took = scored[part] if part in scored else (part.score(policy, prompts, ids, mask), None)
-            if took is None and not torch.isfinite(check_values(part, given, len(ids))).all():
-                row = int((~torch.isfinite(given)).nonzero()[0])
-                raise InputError(f"reward {name!r}, row {row}", float(given[row]), "a finite number")
-            seconds[name] = time.perf_counter() - start if took is None else took
-            values.append(given.to(device=ids.device, dtype=self.dtype))
+            if part in scored:
+                value, seconds[name] = scored[part]
+            else:
+                value = check_values(part, part.score(policy, prompts, ids, mask), len(ids))
+                if not value.isfinite().all():
+                    raise InputError(f"reward {name!r}", value.tolist(), "finite numbers")
+                seconds[name] = time.perf_counter() - start
+            values.append(value.to(device=ids.device, dtype=self.dtype))
         self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, log.columns, log.metrics)
         if self.recorded is not None:
             self.recorded.append(self.last)
@@ -125,16 +115,10 @@ class Rewards(Reward):
             return self._sum(values)
         unscored = missing.all(0)
         if unscored.any() and not self._warned:
-            first = beginning(texts.completions[int(unscored.nonzero()[0])])
-            none = f"all reward functions returned None for the completion {first}"
-            warnings.warn(f"{none}: it has no advantage, and no part in means", stacklevel=2)
+            row = int(unscored.nonzero()[0])
+            warnings.warn(f"row {row}: every reward is None, so it has no advantage and no part in means", stacklevel=2)
             self._warned = True
         return self._sum([value.nan_to_num(0.0) for value in values]).masked_fill(unscored, torch.nan)
-
-    def fingerprint(self, policy: Backbone) -> str | None:
-        """Of all parts with their weights."""
-        parts = [fingerprint_of(part, policy) for part in self.parts]
-        return None if None in parts else hashed(parts, self.weights, str(self.dtype))
 
     def combine(self, values: Sequence[Tensor]) -> Tensor:
         """The weighted sum [B] of the parts' values [B], differentiable; `last` then holds the parts."""
@@ -185,111 +169,58 @@ def make_rewards(
     """
     if isinstance(reward_funcs, Rewards):
         return reward_funcs
-    given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    tokenizers = [None] * len(given) if processing_classes is None else processing_classes
+    funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    tokenizers = [None] * len(funcs) if processing_classes is None else processing_classes
     tokenizers = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
-    if len(tokenizers) != len(given):
-        allowed = f"{len(given)}, one for each reward (None for the default)"
-        raise InputError("reward_processing_classes", len(tokenizers), allowed)
-    parts = [make_reward(one, backbone, scope, tokenizer) for one, tokenizer in zip(given, tokenizers, strict=True)]
+    if len(tokenizers) != len(funcs):
+        raise InputError("reward_processing_classes", len(tokenizers), f"{len(funcs)}, one for each reward")
+    parts = [make_reward(one, backbone, scope, tokenizer) for one, tokenizer in zip(funcs, tokenizers, strict=True)]
     return Rewards(parts, weights, scope, wide(backbone.dtype))
 
 
 def make_reward(
-    given: Any, backbone: Backbone, scope: RewardScope = "prompt_and_completion", tokenizer: Any = None
+    reward: Any, backbone: Backbone, scope: RewardScope = "prompt_and_completion", tokenizer: Any = None
 ) -> Reward:
     """One reward for a policy.
 
-    It is given as a function of text; a sequence classifier, whose own ``tokenizer`` can be replaced; a
+    It is a function of text; a sequence classifier, whose own ``tokenizer`` can be replaced; a
     `grade.rewards.model.RewardModel` or another module of embeddings and mask; a `Reward`; or a name, see the module's
     table. ``scope`` is the text that classifiers and modules score; functions get prompts and completions.
     """
-    label = None
-    if isinstance(given, str):
-        given, own, label = _named(given, backbone)
-        tokenizer = tokenizer or own
-    if isinstance(given, Reward):
-        return given
-    if not isinstance(given, nn.Module):
-        reward = FunctionReward(given)
-        if backbone.tokenizer is None:
-            raise InputError("tokenizer", None, f"the policy's tokenizer: reward {reward.name!r} reads text")
+    if isinstance(reward, str):
+        kind, colon, name = reward.partition(":")
+        if (Path(reward) / "reward.json").is_file():
+            reward = load_reward(reward, backbone)
+        elif colon and kind not in REWARDS:
+            reward = _imported(reward)
+        else:
+            return import_object(REWARDS[kind if colon else "hf"])(name or kind, backbone, scope, tokenizer)
+    if isinstance(reward, Reward):
         return reward
-    given = given.to(backbone.device).eval()
-    if not hasattr(given, "config"):
-        return EmbeddingReward(given, scope)
-    source = getattr(given.config, "_name_or_path", "")  # a classifier, compiled ones included
-    if getattr(given, "base_model_prefix", "") and given.base_model is given:
-        raise InputError("reward", type(given).__name__, "a model with labels, as AutoModelForSequenceClassification's")
-    if tokenizer is None:
-        if not source:
-            raise InputError("reward_processing_classes", None, "the tokenizer of a classifier given as an object")
-        tokenizer = load_tokenizer(source)
-    name = source.rstrip("/").split("/")[-1] or type(given).__name__
-    reward = TextClassifier(given, tokenizer, label, scope, name)
+    if not callable(reward):
+        raise InputError("reward", reward, KINDS)
+    if not isinstance(reward, nn.Module):
+        return FunctionReward(reward)
+    if hasattr(reward, "config"):  # a model of transformers
+        return import_object(REWARDS["hf"])(reward, backbone, scope, tokenizer)
+    return EmbeddingReward(reward.to(backbone.device).eval(), scope)
+
+
+def _imported(name: str) -> Any:
+    """What ``package.module:name`` or ``file.py:name`` names; its imports are looked for beside it too."""
+    where, _, attribute = name.rpartition(":")
+    in_file = where.endswith(".py")
+    sys.path.insert(0, str((Path(where).parent if in_file else Path()).resolve()))
     try:
-        return EmbeddedClassifier(given, tokenizer, backbone, label, scope, name)
-    except InputError as error:  # another vocabulary, or embeddings that it reads unlike ids
-        reward.no_gradient = str(error.value)
-        return reward
-
-
-def _named(spec: str, backbone: Backbone) -> tuple[Any, Any, str | None]:
-    """A function, reward model or classifier by name; of a classifier also its tokenizer and the label."""
-    path = Path(spec)
-    if not spec.strip():
-        raise InputError("reward", spec, KINDS)
-    if path.is_dir() and (path / "reward.json").is_file():
-        return load_reward(path, backbone), None, None
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError("reward", spec, "a folder with reward.json ('grade reward'), or with a classifier's files")
-    if not path.is_dir() and not spec.startswith("hf:"):
-        if ":" in spec:
-            return _function(spec), None, None
-        if path.suffix == ".py" or path.exists():
-            raise InputError("reward", spec, f"a function in it, as in {path.name}:function")
-        if not re.fullmatch(r"[\w.-]+/[\w.@ -]+", spec):
-            raise InputError("reward", spec, KINDS)
-    source = spec.removeprefix("hf:")
-    source, _, label = source.rpartition("@") if "@" in Path(source).name else (source, "", "")
-    if not source:
-        raise InputError("reward", "hf:", "hf:<id or folder>, with @LABEL for one of several labels")
-    return *load_classifier(source, backbone.device), label or None
-
-
-def _function(spec: str) -> Callable[..., Any]:
-    """A function of a module or file. `pydoc.locate` knows neither files nor why an import fails."""
-    where, _, name = spec.rpartition(":")
-    path, in_file = Path(where), where.endswith(".py")
-    if not name or not (in_file or all(part.isidentifier() for part in where.split("."))):
-        raise InputError("reward", spec, KINDS)
-    if in_file and not path.is_file():
-        raise InputError("reward", spec, f"an existing file ({where} is not there)")
-    folder = str((path.parent if in_file else Path.cwd()).resolve())
-    sys.path.insert(0, folder)  # for what the module imports, too
-    try:
-        with torch.enable_grad(), chdir("."):  # which are restored, if the module changes them for itself
-            if in_file:
-                source = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-                module = importlib.util.module_from_spec(source)
-                sys.modules[source.name] = module  # dataclasses and pickle look there
-                source.loader.exec_module(module)
-            else:
-                module = importlib.import_module(where)
-    except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
-        raise InputError("reward", spec, f"a module that can be imported ({type(error).__name__}: {reason})") from error
-    finally:
-        sys.path.remove(folder)
-    try:
-        function = operator.attrgetter(name)(module)
-    except AttributeError:
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        allowed = f"a function of {where}: {allowed_names(name, public or ['none'])}"
-        raise InputError("reward", spec, allowed) from None
-    if not callable(function) or isinstance(function, type):
-        raise InputError("reward", spec, f"a function, not {type(function).__name__}")
-    return function
+        if not in_file:
+            return import_object(name)
+        source = importlib.util.spec_from_file_location(f"reward_{Path(where).stem}", where)
+        module = importlib.util.module_from_spec(source)
+        sys.modules[source.name] = module  # dataclasses and pickle look there
+        source.loader.exec_module(module)
+        return getattr(module, attribute)
+    except Exception as error:
+        raise InputError("reward", name, f"{KINDS} ({type(error).__name__}: {error})") from error
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

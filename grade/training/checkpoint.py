@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +27,18 @@ from grade.training.evaluate import Evaluation
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
+    from grade.training.config import GradeConfig
     from grade.training.loop import GradeTrainer
 
 OPTIMIZER_FILE, SCHEDULER_FILE, LEARNER_FILE = "optimizer.pt", "scheduler.pt", "learner.safetensors"
 LOG_FILE, STATE_FILE = "trainer_state.json", "grade_state.json"
 FREE = {
-    "output_dir", "max_steps", "num_train_epochs", "disable_tqdm", "report_to", "run_name", "use_cpu",
-    "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "samples", "base_name",
+    "output_dir", "run_name", "report_to", "disable_tqdm", "base_name", "samples", "log_completions", "use_cpu",
+    "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "eval_on_start",
 }  # fmt: skip
-"""Settings that a run may be continued with other values of."""
+"""Settings that change no result: they may differ when a run is continued."""
+LENGTH = ("max_steps", "num_train_epochs")
+"""Settings that may differ where a checkpoint is continued by name."""
 
 
 def checkpoints_of(folder: str | Path) -> list[Path]:
@@ -48,10 +52,22 @@ def step_of(checkpoint: str | Path) -> int:
     return int(Path(checkpoint).name.rpartition("-")[2])
 
 
-def settings_of(trainer: GradeTrainer) -> dict[str, Any]:
-    """Settings that decide a run's result."""
-    settings = trainer.config.model_dump(mode="json", exclude=FREE)
-    return settings | {"reward": trainer.rewards.names, "rows": trainer.rows}
+def settings_of(config: GradeConfig) -> dict[str, Any]:
+    """Settings that decide a run's result, as JSON."""
+    settings = config.model_dump(mode="json", exclude=FREE)
+    return settings | {"gradient_accumulation_steps": config.microbatches}  # on however many processes
+
+
+def check_same(folder: Path, settings: Mapping[str, Any], free: Sequence[str] = ()) -> None:
+    """Refuse settings that are not those of a checkpoint, or of a finished run; the error names the first."""
+    before = read_json(folder / STATE_FILE)["settings"]
+    for name, value in settings.items():
+        if before.get(name, value) != value and name not in free:
+            raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
+
+
+def _settings(trainer: GradeTrainer) -> dict[str, Any]:
+    return settings_of(trainer.given) | {"rewards": trainer.rewards.names, "rows": trainer.rows}
 
 
 def save_checkpoint(trainer: GradeTrainer) -> Path:
@@ -72,7 +88,7 @@ def save_checkpoint(trainer: GradeTrainer) -> Path:
             tensors = trainer.method.tensors() | (trainer.texts.tensors() if trainer.texts is not None else {})
             save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, new / LEARNER_FILE)
             write_json(new / STATE_FILE, {
-                "settings": settings_of(trainer), "seconds": trainer.seconds, "window": trainer.log_buffer.state(),
+                "settings": _settings(trainer), "seconds": trainer.seconds, "window": trainer.log_buffer.state(),
                 "evaluations": sorted(trainer.evaluations), "chosen": trainer.chosen, "means": trainer.method.means,
                 "kl_budget": trainer.steering and trainer.steering.budget.state(), "text_steps": trainer.text_steps,
             })  # fmt: skip
@@ -86,11 +102,8 @@ def load_checkpoint(trainer: GradeTrainer, folder: Path) -> None:
     Raises:
         InputError: If the run has other settings, or fewer steps.
     """
+    check_same(folder, _settings(trainer), LENGTH)
     saved = read_json(folder / STATE_FILE)
-    for name, value in settings_of(trainer).items():
-        if saved["settings"].get(name) != value:
-            allowed = f"{saved['settings'].get(name)!r}, as in {folder}, to continue it"
-            raise InputError(name, value, allowed)
     restore_adapter(trainer.backbone.peft, folder)
     trainer.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, trainer.config.device, weights_only=True))
     trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))

@@ -91,6 +91,7 @@ class GradeTrainer:
 
     Attributes:
         backbone: The policy.
+        given: The settings as they were given.
         config: The settings, with the method and the number of steps that were chosen.
         state: transformers' ``TrainerState``, with the log.
         evaluations: Evaluations of ``eval_dataset`` by step.
@@ -119,7 +120,7 @@ class GradeTrainer:
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
-        self.config = config = args
+        self.given = self.config = config = args
         policy = make_policy(model, processing_class, peft_config, config.model_init_kwargs, config.seed)
         place_policy(policy, config)
         self.backbone = policy.view(processing_class, config.temperature)
@@ -326,6 +327,11 @@ class GradeTrainer:
             self.steering.land(self.sample_policy(self.steering.landing)[1])
         self.log_buffer.add({"step_time": time.perf_counter() - start})
         self.seconds += time.perf_counter() - start
+
+    @property
+    def model(self) -> PeftModel:
+        """The policy as PEFT's model."""
+        return self.backbone.peft
 
     @property
     def text_steps(self) -> int:

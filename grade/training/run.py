@@ -1,17 +1,16 @@
 """A training run from beginning to end: load, train or continue, write its files.
 
-``<output_dir>`` then holds ``adapter/`` (what PEFT loads), ``checkpoint-<step>/`` (to continue from), ``completions/``
-(tables of text with rewards), ``history.csv``, ``timings.csv``, ``metrics.json``, ``samples.json`` and a model card.
+``<output_dir>`` holds ``checkpoint-<step>/`` (to continue from) while it trains; then ``adapter/`` (what PEFT loads,
+with a model card),
+``checkpoints/step-<step>/`` (adapters along the way), ``completions/`` (tables of text with rewards), ``history.csv``,
+``timings.csv``, ``metrics.json`` and ``samples.json``.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,20 +20,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerCallback
 
-from grade.errors import InputError
-from grade.files import atomic, write_json, write_manifest, write_text, writing
+from grade.files import atomic, write_json
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
-from grade.training.card import run_card
+from grade.training.card import model_card
+from grade.training.checkpoint import OPTIMIZER_FILE
 from grade.training.evaluate import Evaluation
-from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, whole_checkpoints
+from grade.training.folder import Resume, beginning, clear, finish
 from grade.training.load import Prompts, Task, load_task
 from grade.training.logs import Lines, history_rows
-from grade.training.trainer import GradeTrainer
+from grade.training.loop import GradeTrainer
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -57,8 +55,6 @@ class RunResult:
     after: Evaluation | None = None  # evaluation of the trained policy
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # all evaluations of this process, by step
     seconds: float = 0.0  # training time without evaluations
-    received: int | None = None  # the signal that came while it trained, perhaps in its last step
-    interrupted: bool = False  # whether that stopped it before its end
     step: int = 0  # the last step
     kept: int = 0  # the step whose policy is the result: the last, or the best one
     method: str = ""  # the method that trained, which `auto` chose if the settings say so
@@ -74,40 +70,30 @@ def train(
     Args:
         config: The run.
         log: Receives one line per row of the log; None: a progress bar.
-        resume: ``no``; ``yes``: continue, which needs the same settings and data; ``auto``: continue if settings, data
-            and code are the same, otherwise start over.
-        overwrite: Start over where there is an interrupted run.
+        resume: ``yes``: continue, with the same settings; ``auto``: continue if they are the same, else start over.
+        overwrite: Start over where there is a run.
 
     Returns:
         History and evaluations; None if the run had finished before, and was left as it is.
 
     Raises:
-        InputError: For bad input, or a reward or loss that is not finite; the last checkpoint stands.
+        InputError: For bad input, or a reward or loss that is not finite. The last checkpoint stands.
     """
-    main, folder = config.process_index == 0, RunFolder(config)
-    with folder.locked() if main else nullcontext():
-        begin = [folder.start(resume, overwrite) if main else None]
-        if config.world_size > 1:
-            broadcast_object_list(begin)
-        begin = begin[0]
-        if begin == "finished":
-            return None
-        task = load_task(config, config.device)
-        if config.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1 if task.backbone.hidden_size < SMALLEST_WIDTH else os.cpu_count() or 1)
-        if main:
-            folder.begin(resumed=begin is not None)
-        if config.trackers:
-            folder.continue_trackers(begin is not None)
-        try:
-            result = run_training(config, task, log, Path(config.output_dir), begin)
-            if main and not result.interrupted:
-                write_run(config.output_dir, config, task, result)
-                folder.finish()
-        except InputError:
-            if main:
-                folder.forget()
-            raise
+    main, output = config.process_index == 0, Path(config.output_dir)
+    begin = [beginning(config, resume, overwrite) if main else None]
+    if config.world_size > 1:
+        broadcast_object_list(begin)
+    if begin[0] == "finished":
+        return None
+    task = load_task(config, config.device)
+    if config.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if task.backbone.hidden_size < SMALLEST_WIDTH else os.cpu_count() or 1)
+    if main and begin[0] is None:
+        clear(output)
+    result = run_training(config, task, log, output, begin[0])
+    if main:
+        write_run(output, config, task, result)
+        finish(config)
     return result
 
 
@@ -127,20 +113,13 @@ def run_training(
             trainer.remove_callback(Lines)
         if log is not None:
             trainer.add_callback(Lines(trainer.evaluations, log))
-        stop = _StopOnSignal(trainer)
-        if output_dir is not None:
-            trainer.add_callback(stop)
-        try:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        finally:
-            stop.restore()
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         state = trainer.state
         result = RunResult(
             history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step, kept=trainer.kept_step,
-            method=trainer.args.method, chosen=trainer.chosen, evaluations=trainer.evaluations, received=stop.received,
-            interrupted=stop.received is not None and state.global_step < state.max_steps,
+            method=trainer.config.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
         )  # fmt: skip
-        if not result.interrupted and trainer.eval_dataset is not None:
+        if trainer.eval_dataset is not None:
             result.before, result.after = trainer.saved_ends()
         return result
 
@@ -148,7 +127,7 @@ def run_training(
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     """Evaluate a task's policy on its first n held-out prompts, as its training run does."""
     with tempfile.TemporaryDirectory() as place:
-        quiet = UNSAVED | {"disable_tqdm": True, "report_to": []}
+        quiet = UNSAVED | {"disable_tqdm": True, "report_to": "none"}
         trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
         trainer.remove_callback(Lines)
         trainer.evaluate()
@@ -156,9 +135,7 @@ def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
 
 
 def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str, **changes: Any) -> GradeTrainer:
-    args = copy.copy(config)
-    for name, value in ({"output_dir": output_dir} | changes).items():
-        setattr(args, name, value)
+    args = config.replace(output_dir=output_dir, **changes)
     train, held_out = (
         [{"prompt": p} for p in given] if len(given) and isinstance(given[0], str) else given or None
         for given in (prompts, task.validation_prompts)
@@ -170,29 +147,29 @@ def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str,
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
     """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
     output, name = Path(output_dir), Path(config.output_dir).resolve().name
-    others = {path.name: path for path in whole_checkpoints(output)}
-    own, lora = others.pop(f"checkpoint-{result.kept}", None), task.backbone.peft.active_peft_config
-    outcome = lora, result.before, result.after, result.method, result.step, result.chosen
-    with writing(output, "output_dir"):
-        with atomic(output / "adapter") as adapter:
-            task.backbone.save_adapter(adapter)
-            if own is not None:
-                _copy(own, adapter, [OPTIMIZER_FILE])
-            write_manifest(adapter)
-            card = run_card(config, f"{name}/adapter", ".", *outcome)  # over PEFT's empty one
-            (adapter / "README.md").write_text(card, encoding="utf-8")
-        with atomic(output / "checkpoints") as checkpoints:
-            checkpoints.mkdir()
-            for other in others.values():
-                kept = checkpoints / f"step-{other.name.removeprefix('checkpoint-')}"
-                _copy(other, kept, [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
-                write_manifest(kept)
-        for file, timed in (("history.csv", False), ("timings.csv", True)):
-            parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
-            write_history(output / file, parts)
-        write_json(output / "samples.json", _samples(config, result))
-        write_results(output / "metrics.json", run_metrics(config, result, task.backbone))
-        write_text(output / "README.md", run_card(config, name, "adapter", *outcome))
+    others = {path.name: path for path in output.glob("checkpoint-*/")}
+    kept = others.pop(f"checkpoint-{result.kept}", None)
+    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
+    card = model_card(
+        config, result.before, result.after, name=name, base=config.base_name or config.model,
+        method=result.method or config.method, rewards=rewards,
+        prompts=config.train_dataset, steps=result.step, chosen=result.chosen,
+    )  # fmt: skip
+    with atomic(output / "adapter") as adapter:
+        task.backbone.save_adapter(adapter)
+        if kept is not None:
+            _copy(kept, adapter, [OPTIMIZER_FILE])
+        (adapter / "README.md").write_text(card, encoding="utf-8")  # over PEFT's empty one
+    with atomic(output / "checkpoints") as checkpoints:
+        checkpoints.mkdir()
+        for other in others.values():
+            step = other.name.removeprefix("checkpoint-")
+            _copy(other, checkpoints / f"step-{step}", [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
+    for file, timed in (("history.csv", False), ("timings.csv", True)):
+        parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
+        write_history(output / file, parts)
+    write_json(output / "samples.json", _samples(config, result))
+    write_results(output / "metrics.json", run_metrics(config, result, task.backbone))
 
 
 def _copy(source: Path, target: Path, names: list[str]) -> None:
@@ -241,39 +218,3 @@ def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:
                     text[f"{name}_{part}"] = round(float(value), 4)
         texts.append(text)
     return texts
-
-
-class _StopOnSignal(TrainerCallback):
-    """SIGTERM or SIGINT: finish the step, write a checkpoint, stop. A second SIGINT stops at once."""
-
-    def __init__(self, trainer: GradeTrainer) -> None:
-        self.trainer, self.received = trainer, None
-        self._before: dict[int, Any] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
-            self._before = {number: signal.signal(number, self._on) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def _on(self, number: int, frame: Any) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Processes hear of it at different times; all must stop after the same step.
-        accelerator = self.trainer.accelerator
-        flag = torch.tensor(int(self.received is not None), device=accelerator.device)
-        if accelerator.reduce(flag, reduction="sum"):
-            self.received = self.received or signal.SIGTERM
-            control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The Trainer's loop ends here, within a pass or not.
-        if self.received is not None and not self.trainer.ends_pass(state.global_step):
-            control.should_log = control.should_evaluate = False
-
-    def restore(self) -> None:
-        """Put the handlers back that were there before training."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

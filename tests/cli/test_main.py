@@ -1,9 +1,7 @@
 """The command line on a tiny project on disk: what it writes, and that bad input is one line and exit code 2."""
 
 import json
-import os
 import shutil
-import signal
 
 import pandas as pd
 import pytest
@@ -13,10 +11,8 @@ from safetensors.torch import load_file
 
 from grade.cli.main import COMMANDS, main
 from grade.config import own_fields
-from grade.gradients.methods import METHODS, POLICY_GRADIENTS
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
-from grade.training.trainer import GradeTrainer
 
 SMALL = {
     "method": "ste", "max_steps": 3, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 6,
@@ -52,7 +48,7 @@ def trained(project, tmp_path_factory):
 def test_train_writes_adapter_history_metrics_and_samples(trained):
     names = {p.name for p in trained.iterdir()}
     assert names >= {"adapter", "checkpoints", "completions", "history.csv", "metrics.json", "samples.json",
-                     "timings.csv", "timings.json", "checkpoint-2", "checkpoint-3"}  # fmt: skip
+                     "timings.csv", "timings.json", "grade_state.json"}  # fmt: skip
     assert [p.name for p in (trained / "checkpoints").iterdir()] == ["step-2"]
     history = pd.read_csv(trained / "history.csv")
     assert history.step.tolist() == [0, 1, 2, 3] and history.samples.tolist() == [0, 4, 8, 12]
@@ -107,56 +103,28 @@ def test_a_checkpoint_is_the_run_that_ended_there(project, trained, tmp_path):
     assert states[0][0]["step"] == 2
 
 
-@pytest.mark.parametrize("lost", [[], ["checkpoint-3"], ["checkpoint-2", "checkpoint-3"]], ids=len)
-def test_a_stage_that_was_stopped_anywhere_ends_as_the_whole_one(project, trained, tmp_path, lost):
-    """The pipeline removes a stage's outs before it runs it again; checkpoints are none, and a kill may come early."""
+def test_a_stage_that_runs_again_writes_the_same_bytes(project, trained, tmp_path):
+    """The pipeline removes a stage's outs before it runs it again."""
     output, outs = tmp_path / trained.name, ("adapter", "checkpoints", "samples.json", "metrics.json", "history.csv")
     shutil.copytree(trained, output)
-    for name in (*outs, *lost):
-        path = output / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in outs:
+        shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink()
     options = ("--method", "ste", "--set", "save_steps=2", "--resume", "auto")
     assert train(project, output, *options) == 0
-    files = sorted(p.relative_to(trained) for name in outs for p in (trained / name, *(trained / name).rglob("*")))
-    assert {file for file in files if (output / file).is_dir()} == {file for file in files if (trained / file).is_dir()}
-    different = [str(file) for file in files if (trained / file).is_file() and
-                 (output / file).read_bytes() != (trained / file).read_bytes()]  # fmt: skip
-    assert different == []
-    written = (output / "history.csv").stat().st_mtime_ns
-    assert train(project, output, *options) == 0
-    assert (output / "history.csv").stat().st_mtime_ns == written, "a finished run is left as it is"
-    assert train(project, output, *options, "--set", "seed=1") == 0  # another run: from the beginning
-    assert (output / "history.csv").read_bytes() != (trained / "history.csv").read_bytes()
+    files = [p.relative_to(trained) for name in outs for p in (trained / name, *(trained / name).rglob("*"))]
+    assert [str(file) for file in files if (trained / file).is_file() and
+            (output / file).read_bytes() != (trained / file).read_bytes()] == []  # fmt: skip
 
 
-def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
+def test_a_run_of_the_optimised_engine_equals_the_legacy_one(project, tmp_path):
     """On the same noise with all hops, a whole run is the same: reward and KL of every step."""
-    changes = ["--hops", "5", "--eval_strategy", "no", "--num_generations", "4", "--max_steps", "2"]
-    assert train(project, tmp_path, "--method", "all", *changes) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(METHODS)
-    for method in POLICY_GRADIENTS:  # a setting of others, such as hops, does not stop them
-        history = pd.read_csv(tmp_path / method / "history.csv")
-        assert len(history) == 3 and history["val/reward_mean"].iloc[-1] > 0
-    for method in ("ste", "gumbel"):
-        ours, legacy = (pd.read_csv(tmp_path / m / "history.csv") for m in (method, f"{method}_legacy"))
-        for column in ("train/reward", "train/kl"):
-            # float32, and Adam's first steps divide small gradients by their own size
-            assert (ours[column] - legacy[column]).abs().max() <= 1e-3
-    assert not pd.read_csv(tmp_path / "ste/history.csv").equals(pd.read_csv(tmp_path / "gumbel/history.csv"))
-
-
-def test_a_signal_in_the_last_step_of_one_method_ends_all(project, tmp_path, monkeypatch, capsys):
-    def signalled(self, *args, plain=GradeTrainer.training_step):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, *args)
-
-    changes = ["--max_steps", "1", "--eval_strategy", "no", "--num_generations", "4"]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
-        patch.setattr(GradeTrainer, "training_step", signalled)
-        train(project, tmp_path, "--method", "all", *changes)
-    assert "continue with --resume" in capsys.readouterr().err
-    (only,) = tmp_path.iterdir()
-    assert (only / "metrics.json").exists()
+    for method in ("ste", "ste_legacy"):
+        hops = ["--hops", "5"] if method == "ste" else []
+        assert train(project, tmp_path / method, "--method", method, *hops, "--eval_strategy", "no") == 0
+    ours, legacy = (pd.read_csv(tmp_path / method / "history.csv") for method in ("ste", "ste_legacy"))
+    for column in ("train/reward", "train/kl"):
+        # float32, and Adam's first steps divide small gradients by their own size
+        assert (ours[column] - legacy[column]).abs().max() <= 1e-3
 
 
 def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, capsys):
@@ -168,7 +136,7 @@ def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, ca
     shown = f"val/reward_mean {got['val/reward_mean']:.4g} ± {got['val/reward_stderr']:.2g} (n={got['val/reward_n']})"
     assert shown in capsys.readouterr().out.splitlines()
     assert main([*arguments, "--prompts", "4000"]) == 2
-    assert "--prompts: got 4000; allowed: 2 to 40" in capsys.readouterr().err
+    assert "--prompts: got 4000; allowed: at most 40" in capsys.readouterr().err
 
 
 def test_generate_completes_prompts(project, trained, capsys):

@@ -10,11 +10,8 @@ from grade.errors import InputError
 from grade.experiments import learning
 from grade.experiments import reward_runs as training
 from grade.experiments.any_reward.measure.tables import Settings
-from grade.experiments.any_reward.metrics import best_worths
 from grade.experiments.reward_runs import COLUMNS, Grid, Rewards, make_run, run_all
 from grade.experiments.rewards import Models
-from grade.experiments.sums import sums_folder
-from grade.gradients.methods import FAMILIES
 from grade.training.toy import toy_task
 
 SMALL = Models(prompt_tokens=6, new_tokens=6)
@@ -95,14 +92,6 @@ def test_rates_are_chosen_at_equal_kl():
     assert training.chosen_rates(early, 1.0) == {"rloo": 0.3}  # (0.7 + 0.7) / 2 against (0.5 + 0.8) / 2
 
 
-def test_the_best_additive_family_stands_for_a_distilled_reward():
-    row = dict(policy="tiny", stage="untrained", reward="trunk", fitted=256, n=1)
-    rows = [row | dict(estimator="corrected", weight=0.3, family=family, r2=r2)
-            for family, r2 in (("counts", 0.2), ("bag", 0.5), ("trunk", 0.9))]  # fmt: skip
-    best = best_worths(pd.DataFrame([*rows, row | dict(estimator="st", weight=1.0, family="", r2=math.nan, fitted=0)]))
-    assert best[["family", "label"]].values.tolist() == [["bag", "corrected_w0.3_256"], ["", "st"]]  # trunk: not a sum
-
-
 # --- runs ---
 
 
@@ -117,16 +106,11 @@ def test_every_method_is_a_run_of_the_same_size(all_methods):
     assert rows.groupby("method")["samples"].apply(list).tolist() == [[0, 8, 16]] * len(METHODS)
     start = rows[rows["step"] == 0]
     assert (start["reward"] == start["reward"].iloc[0]).all() and (start["kl"].abs() < 1e-4).all()
-    distilled = rows["method"].isin(["plug_in", "corrected", "auto"]) & (rows["step"] > 0)
-    assert rows.loc[distilled, ["r2", "slope", "trust", "residual_weight"]].notna().all(axis=None)
-    assert set(rows.loc[distilled, "family"]) <= set(FAMILIES)
-    weights = rows[distilled].groupby("method")["residual_weight"].max()
-    assert (weights["plug_in"], weights["corrected"]) == (0, 1)
 
 
 def test_a_policy_that_serves_many_runs_is_as_good_as_new(all_methods):
-    alone = run_all(bench(), [toy_run("auto")], NONE).drop(columns="seconds")
-    expected = all_methods[all_methods["method"] == "auto"].reset_index(drop=True).drop(columns="seconds")
+    alone = run_all(bench(), [toy_run("auto")], NONE)
+    expected = all_methods[all_methods["method"] == "auto"].reset_index(drop=True)
     pd.testing.assert_frame_equal(alone, expected, check_exact=True)
     shared = bench()
     first = [p.detach().clone() for p in shared.task(toy_run(seed=0)).backbone.trainable_parameters()]
@@ -146,13 +130,6 @@ def test_finished_runs_are_not_trained_again(all_methods, monkeypatch):
     assert started == others and rows["method"].tolist() == ["auto"] * 3 + ["rloo"] * 15
 
 
-def test_sums_end_by_themselves():
-    shared, run = Rewards({"sums": sums_folder(20).name}), toy_run("auto", reward="sums")
-    assert run.config.max_completion_length == 3
-    rows = run_all(shared, [run], NONE)
-    assert len(rows) == 3 and rows["gold"].isna().all() and rows["reward"].between(0, 1).all()
-
-
 def test_runs_that_cannot_be_are_refused_before_the_first_starts():
     with pytest.raises(InputError, match="num_generations"):
         run_all(bench(), [toy_run(), toy_run(completions=6)], NONE)
@@ -164,10 +141,6 @@ def test_learning_rates_are_not_chosen_on_the_prompts_of_the_evaluation():
     assert search.train_prompts == usual.train_prompts and search.validation_prompts == toy_task().train_prompts[-100:]
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [({"headline_kl": 9.0}, "headline_kl"), ({"explained": {"tiny": {"sizes": [10]}}}, "explained.tiny.sizes.0")],
-)
-def test_settings_that_contradict_each_other_are_refused(values, words):
-    with pytest.raises(InputError, match=words):
-        Settings.parse(values)
+def test_a_headline_that_no_grid_has_is_refused():
+    with pytest.raises(InputError, match="headline_kl"):
+        Settings.parse({"headline_kl": 9.0})

@@ -9,7 +9,7 @@ from grade.gradients.methods import POLICY_GRADIENTS
 
 
 def test_every_method_has_a_colour_and_a_mark_of_its_own():
-    variants = ["ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk", "trl_grpo"]
+    variants = ["ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk"]
     variants += ["distilled", "auto", "plug_in", "corrected"]
     methods = [*ESTIMATORS, *POLICY_GRADIENTS, *variants]
     assert len({color(name) for name in methods}) == len(methods)

@@ -4,12 +4,10 @@ import pandas as pd
 import pytest
 
 from grade.errors import InputError
-from grade.experiments import reward_runs
 from grade.experiments.learning import reach_table
 from grade.experiments.measured import measure_all, read_table
 from grade.experiments.text_first.measure import tables as experiment
 from grade.experiments.text_first.measure.tables import SMOKE, Settings
-from grade.experiments.text_first.metrics import contest_curves
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +27,9 @@ def test_methods_with_texts_have_a_run_for_each_source_and_count_their_own_sampl
     assert set(shown["seed"]) == {0} and set(shown["step"]) == {0, 4}
 
 
-def test_a_folder_grows_subject_by_subject(results, monkeypatch):
-    other = SMOKE.model_copy(update={"methods": ["rloo"], "seeds": [0], "steps": 2})
-    started = []
-    train_all = reward_runs.train_all
-    monkeypatch.setattr(
-        reward_runs, "train_all", lambda bench, runs, n: started.extend(runs) or train_all(bench, runs, n)
-    )
-    settings = Settings(grids={"tiny_bag": SMOKE, "other": other, "third": other}, subjects=["other"],
-                        published=str(results))  # fmt: skip
-    runs = settings.trained_runs
-    assert [run.names["subject"] for run in started] == ["other"]
-    assert runs["subject"].drop_duplicates().tolist() == ["tiny_bag", "other"]
-    kept = runs[runs["subject"] == "tiny_bag"].drop(columns="seconds")
-    pd.testing.assert_frame_equal(kept, read_table(results / "measured" / "runs"), check_dtype=False)
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
-    [({"subjects": ["gold"]}, "subjects"), ({"headline_level": 9.0}, "headline_level"),
+    [({"headline_level": 9.0}, "headline_level"),
      ({"chosen_rates": {"rloo": 0.1}}, "chosen_rates"),
      ({"grids": {"a": SMOKE.model_dump() | {"sources": ["64"]}}}, "sources")],
 )  # fmt: skip
@@ -78,15 +60,3 @@ def test_samples_to_the_baselines_best_reward_at_no_more_kl_by_hand():
     assert table.ratio.to_dict() == pytest.approx({"auto": 20 / 24, "ppo": 24 / 24})
     assert table.loc["ppo", ["n", "censored"]].tolist() == [2, 1] and table.censored["auto"] == 0
     assert (table.low == 0).all()  # of two seeds no ratio is known
-    seconds = pd.DataFrame(rows).assign(
-        seconds=lambda rows: rows["samples"] * rows["method"].map({"auto": 2}).fillna(1)
-    )
-    assert reach_table(seconds, "rloo", "seconds").set_index("method").ratio["auto"] == pytest.approx(40 / 24)
-
-
-def test_in_the_contest_methods_count_with_their_best_strength():
-    row = {"policy": "tiny", "reward_name": "gold", "method": "offline", "seed": 0}
-    peers = pd.DataFrame([row | {"source": "own", "strength": strength, "step": step, "reward": strength * step}
-                          for strength in (0.1, 0.3) for step in (0, 1)])  # fmt: skip
-    curves = contest_curves(peers)
-    assert curves.reward.tolist() == [0.0, 0.3] and set(curves.subject) == {"tiny_gold"}

@@ -32,7 +32,7 @@ def test_a_timeline_of_all_layers_reaches_the_peak():
 STEPS = [
     {},
     {"logits": "all", "self_certainty": True},
-    {"logits": "all", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+    {"logits": "all", "gradient_checkpointing": True},
     {"adapter": "full", "base_copies": 2, "gradient_checkpointing": True, "self_certainty": True},
     {"dtype": "bfloat16", "attention": "eager", "reference": False},
     *({"option": option} for option in OPTIONS),

@@ -1,7 +1,6 @@
 """Saved, new and continued adapters: plain LoRA is exact in every role, anything else is refused by name."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -109,59 +108,32 @@ def test_plain_lora_samples_what_it_trains_and_leaves_the_base_alone(tmp_path, c
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-BAD = {
-    "DoRA": ({"use_dora": True}, "use_dora: got True; allowed: False"),
-    "modules_to_save": ({"modules_to_save": ["k_proj"]}, r"modules_to_save: got \['k_proj'\]"),
-    "lora_bias": ({"lora_bias": True}, "lora_bias: got True"),
-    "bias all": ({"bias": "all"}, "bias: got 'all'; allowed: 'none' .*the reference"),
+REFUSED = {
+    "DoRA": ({"use_dora": True}, "lora_magnitude_vector"),
+    "modules_to_save": ({"modules_to_save": ["k_proj"]}, "modules_to_save"),
+    "lora_bias": ({"lora_bias": True}, r"lora_B.*bias"),
+    "bias all": ({"bias": "all"}, "bias.*the reference"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights: got 'pissa'.*the reference"),
-    "tokens": ({"trainable_token_indices": [3, 4]}, r"trainable_token_indices: got \[3, 4\]"),
-    "replicated": ({"layer_replication": [(0, 2), (0, 2)]}, "layer_replication: got "),
-    "no scale": ({"lora_alpha": 0}, "lora_alpha: got 0; allowed: a finite number other than 0"),
-    "another task": ({"task_type": "SEQ_CLS"}, "task_type: got 'SEQ_CLS'; allowed: CAUSAL_LM"),
-}  # fmt: skip
+    "tokens": ({"trainable_token_indices": [3, 4]}, "token_adapter"),
+    "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts"),
+    "head": ({"target_modules": ".*(q_proj|lm_head)"}, "lm_head"),
+    "embedding": ({"target_modules": ".*(q_proj|embed_tokens)"}, "embed_tokens"),
+}
 
 
 @pytest.mark.parametrize("how", ["folder", "new", "continued"])
-@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
-def test_settings_that_would_be_left_out_or_change_the_base_are_refused(tmp_path, changes, message, how):
-    config = tiny_config(attention_bias="bias" in changes)
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_would_change_the_reference_or_not_be_sampled_is_refused(tmp_path, changes, message, how):
+    if how == "continued" and "bias" in changes:
+        return  # a continued model's biases are frozen with its base
+    config = EXPERTS if message == "experts" else tiny_config(attention_bias="bias" in changes, **UNTIED)
     with pytest.raises(InputError, match=message):
         if how == "folder":
             Backbone(base(config, dtype=torch.float32), adapter=saved(tmp_path, config, torch.float32, **changes))
         elif how == "new":
-            Backbone(base(config), lora=lora(**changes))
+            Backbone(base(config, dtype=torch.float32), lora=lora(**changes))
         else:
             Backbone(get_peft_model(base(config, dtype=torch.float32), lora(**changes)))
-
-
-@pytest.mark.parametrize(
-    ("targets", "config", "hit"),
-    [
-        (".*(q_proj|lm_head)", tiny_config(**UNTIED), "lm_head"),
-        (".*(q_proj|embed_tokens)", tiny_config(), "embed_tokens"),
-        ("(model.)?.*(embed|head).*", tiny_config(**UNTIED), "embed_tokens"),
-        (["q_proj", "lm_head"], tiny_config(**UNTIED), "lm_head"),
-        (["wte"], tiny_gpt2(), "wte"),
-    ],
-)
-def test_a_target_that_reaches_head_or_embedding_is_refused(tmp_path, targets, config, hit):
-    with pytest.raises(InputError, match=f"target_modules: got .*{hit}.* reward share"):
-        Backbone(base(config), lora=lora(target_modules=targets))
-    with pytest.raises(InputError, match=f"target_modules: got .*{hit}.* reward share"):
-        Backbone(base(config), adapter=saved(tmp_path, config, target_modules=targets))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"rank_pattern": {"q_proj": 3, "qproj": 3}}, r"rank_pattern: got \['qproj'\]; .*self_attn.q_proj"),
-     ({"alpha_pattern": {"q_proj": 3, "0.self_attn.q_proj": 4}}, r"alpha_pattern: got \['0.self_attn"),
-     ({"exclude_modules": ["no_such"]}, "exclude_modules=.*no modules were excluded"),
-     ({"target_modules": "(q_proj"}, "target_modules: got '.q_proj'")],
-)  # fmt: skip
-def test_a_pattern_that_reaches_no_layer_is_refused(changes, message):
-    with pytest.raises(InputError, match=message):
-        Backbone(base(), lora=lora(**changes))
 
 
 def test_the_default_layers_are_all_linear_ones_of_a_base_that_lacks_one_of_them():
@@ -171,53 +143,26 @@ def test_the_default_layers_are_all_linear_ones_of_a_base_that_lacks_one_of_them
     ):
         names = Backbone(base(config), lora=LoraSettings(r=2)).peft.active_peft_config.target_modules
         assert sorted({name.rpartition(".")[2] for name in names}) == layers
-    with pytest.raises(InputError, match=r"got .*q_proj.*linear layers \(c_attn, c_fc, c_proj\)"):
-        Backbone(base(tiny_gpt2()), lora=LoraSettings(target_modules=["q_proj"]))
 
 
 def test_a_base_can_be_used_again_after_an_adapter_was_refused(tmp_path):
     model, spoilt = base(), saved(tmp_path)
-    shared_weight(model)
-    FILES["one tensor less"][0](spoilt)
-    for refused in ({"lora": lora()}, {"lora": lora(target_modules=".*lm_head|.*q_proj")}, {"adapter": spoilt}):
+    spoil_tensors(lambda tensors: {n: v for n, v in tensors.items() if n != FIRST})(spoilt)
+    for refused in ({"lora": lora(target_modules=".*embed_tokens|.*q_proj")}, {"adapter": spoilt}):
         with pytest.raises(InputError):
             Backbone(model, **refused)
         assert not any(isinstance(module, LoraLayer) for module in model.modules())
     Backbone(model, lora=lora(target_modules=["v_proj"]))
 
 
-def test_fused_experts_are_refused(tmp_path):
-    changes = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    with pytest.raises(InputError, match="target_parameters: got "):
-        Backbone(base(EXPERTS, dtype=torch.float32), lora=lora(**changes))
-    with pytest.raises(InputError, match="target_parameters: got "):
-        folder = saved(tmp_path, EXPERTS, torch.float32, **changes)
-        Backbone(base(EXPERTS, dtype=torch.float32), adapter=folder)
-    with pytest.raises(InputError, match="target_modules: got .*mlp.*linear layers, not"):  # PEFT finds them too
-        Backbone(base(EXPERTS, dtype=torch.float32), lora=lora(target_modules="all-linear"))
-
-
-def shared_weight(model):
-    first, second = model.model.layers
-    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
-
-
-def shared_layer(model):
-    first, second = model.model.layers
-    second.self_attn.q_proj = first.self_attn.q_proj
-
-
-@pytest.mark.parametrize("share", [shared_weight, shared_layer])
 @pytest.mark.parametrize("layers", [None, [0]])
-def test_an_adapter_on_weights_that_layers_share_is_refused(share, layers):
+def test_an_adapter_on_weights_that_layers_share_is_refused(layers):
     """Also where only one of them is adapted: folding would change the other."""
     model = base()
-    share(model)
-    with pytest.raises(InputError, match=r"target_modules: got '.*layers\.\d\.self_attn\.q_proj'.*that layers share"):
+    first, second = model.model.layers
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+    with pytest.raises(InputError, match="sampling would differ from training"):
         Backbone(model, lora=lora(layers_to_transform=layers))
-    other = base()
-    share(other)
-    Backbone(other, lora=lora(target_modules=["v_proj"]))
 
 
 def test_a_base_with_adapter_layers_of_its_own_is_refused():
@@ -230,15 +175,6 @@ def test_a_base_with_adapter_layers_of_its_own_is_refused():
     merged.merge_adapter()
     with pytest.raises(InputError, match=r"merged into .*q_proj.*unmerge_adapter"):
         Backbone(merged)
-
-
-def test_an_adapter_that_is_not_active_counts_as_well():
-    """PiSSA has changed the base, whatever adapter is in use."""
-    model = get_peft_model(base(dtype=torch.float32), lora())
-    Backbone(model)
-    model.add_adapter("other", lora(init_lora_weights="pissa"))
-    with pytest.raises(InputError, match="init_lora_weights: got 'pissa'"):
-        Backbone(model)
 
 
 # --- the base's fingerprint
@@ -260,13 +196,10 @@ def test_an_adapter_goes_back_on_its_base_in_any_type(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_an_adapter_of_another_base_of_the_same_shape_is_refused(tmp_path, dtype):
     trained(tmp_path)
-    with pytest.raises(InputError, match=r"adapter: got .* trained on a base with other weights than Llama"):
+    with pytest.raises(InputError, match=r"adapter: got .* an adapter of LlamaForCausalLM: it was trained on a base with other weights"):
         Backbone(base(seed=1).to(dtype), adapter=tmp_path)
     (tmp_path / BASE_FILE).unlink()  # as plain PEFT leaves it
     Backbone(base(seed=1).to(dtype), adapter=tmp_path)
-
-
-# --- files
 
 
 def spoil_tensors(change):
@@ -276,68 +209,25 @@ def spoil_tensors(change):
     return spoil
 
 
-def spoil_settings(**values):
-    def spoil(folder):
-        (folder / SETTINGS).write_text(json.dumps(json.loads((folder / SETTINGS).read_text()) | values))
-
-    return spoil
-
-
-def pickled(folder):
-    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
-    (folder / WEIGHTS).unlink()
-
-
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-FILES = {
+MISFITS = {
     "one tensor less": (spoil_tensors(lambda t: {n: v for n, v in t.items() if n != FIRST}),
                         rf"{FIRST}: nothing in the file, \[2, 16\]"),
     "one tensor more": (spoil_tensors(lambda t: t | {"extra.lora_A.weight": torch.ones(1)}),
                         r"extra.lora_A.weight: \[1\] in the file, nothing"),
-    "another shape": (spoil_tensors(lambda t: t | {FIRST: torch.ones(2, 17)}), "size mismatch for .*q_proj"),
-    "not finite": (spoil_tensors(lambda t: t | {FIRST: t[FIRST] * torch.nan}), f"{FIRST} is not finite"),
-    "no tensors": (lambda f: (f / WEIGHTS).unlink(), f"a folder with {WEIGHTS} "),
-    "pickled": (pickled, "adapter_model.bin is pickled"),
-    "damaged tensors": (lambda f: (f / WEIGHTS).write_bytes(b"x"), "an adapter that fits this model"),
-    "damaged settings": (lambda f: (f / SETTINGS).write_text("{"), "an adapter that fits this model"),
-    "rank 0": (spoil_settings(r=0), "adapter: r: got 0; allowed: a whole number from 1"),
-    "an infinite scale": (spoil_settings(lora_alpha=float("inf")), "lora_alpha: got inf"),
-    "a bad expression": (spoil_settings(target_modules="(("), "an adapter that fits this model"),
-    "a new setting": (spoil_settings(use_tomorrow=True), "use_tomorrow: got True"),
+    "no tensors": (lambda folder: (folder / WEIGHTS).unlink(), "a folder with .*safetensors"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spoil", "message"), FILES.values(), ids=FILES)
-def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, message):
-    trained(tmp_path)
+@pytest.mark.parametrize(("spoil", "message"), MISFITS.values(), ids=MISFITS)
+def test_an_adapter_that_peft_would_load_in_part_is_refused(tmp_path, spoil, message):
+    backbone = trained(tmp_path)
+    restore_adapter(backbone.peft, tmp_path)
     spoil(tmp_path)
-    recwarn.clear()
     with pytest.raises(InputError, match=message):
         Backbone(base(), adapter=tmp_path)
-    assert not recwarn.list
-
-
-def test_what_a_run_continues_must_fit_it(tmp_path):
-    backbone = trained(tmp_path / "whole")
-    restore_adapter(backbone.peft, tmp_path / "whole")
-    backbone.peft.peft_config["default"].use_rslora = True
-    with pytest.raises(InputError, match="adapter: use_rslora: got False; allowed: True, as the policy's"):
-        restore_adapter(backbone.peft, tmp_path / "whole")
-    backbone.peft.peft_config["default"].use_rslora = False
-    for spoil, message in (FILES[name] for name in ("one tensor less", "one tensor more", "not finite", "pickled")):
-        shutil.copytree(tmp_path / "whole", tmp_path / "spoilt", dirs_exist_ok=True)
-        spoil(tmp_path / "spoilt")
-        with pytest.raises(InputError, match=message):
-            restore_adapter(backbone.peft, tmp_path / "spoilt")
-    FILES["damaged tensors"][0](tmp_path / "spoilt")
-    with pytest.raises(InputError, match="header"):  # what the reader says, not the name of its error
-        restore_adapter(backbone.peft, tmp_path / "spoilt")
-    FILES["another shape"][0](tmp_path / "whole")
-    with pytest.raises(InputError, match=r"q_proj.lora_A.weight: \[2, 17\] in the file, \[2, 16\] in the model"):
-        restore_adapter(backbone.peft, tmp_path / "whole")
-    trained(tmp_path / "other", base(seed=1))
-    with pytest.raises(InputError, match="a base with other weights"):
-        restore_adapter(backbone.peft, tmp_path / "other")
+    with pytest.raises(InputError, match=message):
+        restore_adapter(backbone.peft, tmp_path)
 
 
 def test_an_adapter_with_a_name_of_its_own_is_found_in_its_folder(tmp_path):
@@ -390,12 +280,10 @@ def reader():
     return model
 
 
-def test_a_layer_whose_weight_is_read_elsewhere_is_refused_by_name():
+def test_a_layer_whose_weight_is_read_elsewhere_is_refused():
     """A pass leaves its adapter out, sampling would not."""
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
-    with pytest.raises(
-        InputError, match=r"lora.target_modules: got \['up_proj'\]; allowed: layers that the model calls"
-    ):
+    with pytest.raises(InputError, match="lora.target_modules: got .*up_proj.* layers that the model calls"):
         Backbone(reader(), lora=LoraConfig(r=2, target_modules=targets))
     targets.remove("up_proj")
     Backbone(reader(), lora=LoraConfig(r=2, target_modules=targets))
@@ -414,10 +302,3 @@ def test_the_check_leaves_adapter_generators_and_switches_as_they_were(config):
     assert torch.equal(torch.get_rng_state(), state) and not backbone.model.training
     assert torch.equal(backbone.hidden(embeds, prompts.mask), policy)
     assert [p.requires_grad for p in backbone.model.parameters()] == trained and any(trained)
-
-
-def test_a_regular_expression_that_goes_on_for_ever_is_one_line(monkeypatch):
-    monkeypatch.setattr("grade.models.adapter.MATCHING", 0.5)
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    with pytest.raises(InputError, match="lora.target_modules: got .*a regular expression"):
-        Backbone(model, None, LoraConfig(target_modules=r"(\w+\.?)+!"))

@@ -82,10 +82,10 @@ def forgets_its_cache():
 
 
 SPOILT = {
-    "a weight that is no number": (lambda: weight_of(float("nan")), "finite logits"),
-    "an infinite weight": (lambda: weight_of(float("inf")), "finite logits"),
+    "a weight that is no number": (lambda: weight_of(float("nan")), "differ by nan"),
+    "an infinite weight": (lambda: weight_of(float("inf")), "differ by nan"),
     "a function in place of a dropout module": (
-        lambda: layer_changed(lambda forward, *args, **kw: F.dropout(forward(*args, **kw), 0.1)), "without randomness",
+        lambda: layer_changed(lambda forward, *args, **kw: F.dropout(forward(*args, **kw), 0.1)), "without dropout",
     ),
     "looks ahead": (
         lambda: layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + x.mean(1, True)), "causal",
@@ -112,10 +112,12 @@ def test_a_model_that_could_not_be_trained_exactly_is_refused(spoilt, reason):
 
 
 @pytest.mark.parametrize(
-    ("cap", "dtype"), [(30.0, torch.float32), (5000.0, torch.float32), (30.0, torch.bfloat16), (1000.0, torch.bfloat16)]
-)
-def test_a_soft_cap_that_the_head_does_not_know_is_refused(cap, dtype):
-    """The logits here are below 1, where a cap of 1000 changes them by less than rounding."""
+    ("cap", "dtype", "known"),
+    [(30.0, torch.float32, True), (30.0, torch.bfloat16, True), (5000.0, torch.float32, False),
+     (1000.0, torch.bfloat16, False)],
+)  # fmt: skip
+def test_a_soft_cap_that_the_head_does_not_know_is_refused_or_warned_of(cap, dtype, known):
+    """The logits here are below 1, where a cap of 30 changes them by less than rounding."""
     model = tiny(tiny_config(initializer_range=0.02), dtype)
     forward = type(model).forward
 
@@ -125,7 +127,27 @@ def test_a_soft_cap_that_the_head_does_not_know_is_refused(cap, dtype):
         return result
 
     model.forward = MethodType(capped, model)
-    refused(model, "soft-capped")
+    if known:
+        refused(model, "soft-capped")
+    else:
+        with pytest.warns(UserWarning, match="soft-capped.*much for rounding"):
+            Backbone(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "noise"), [(torch.float64, 1e-9), (torch.float32, 2e-3), (torch.bfloat16, 2e-2), (torch.float16, 1e-2)]
+)
+def test_rounding_of_any_processor_is_no_reason(dtype, noise, recwarn):
+    """Two orders of one computation differ by this much at the most: ten bits of a product in TF32, eight of bfloat16."""
+    model, generator = tiny(dtype=dtype), torch.Generator().manual_seed(0)
+
+    def rounded(forward, *args, **kw):
+        out = forward(*args, **kw)
+        return out * (1 + noise * torch.randn(out.shape[:-1] + (1,), generator=generator).to(out)).detach()
+
+    change(model.model.norm, rounded)
+    Backbone(model)
+    assert not recwarn.list
 
 
 def test_randomness_in_training_mode_only_is_refused():
@@ -143,17 +165,8 @@ def test_randomness_in_training_mode_only_is_refused():
 
 def test_a_type_that_is_not_finite_beside_padding_is_refused():
     """Gemma 2 casts a mask with float64's smallest number to float32."""
-    refused(build("gemma2", torch.float64), "in float64 beside padding")
+    refused(build("gemma2", torch.float64), "differ by nan in float64")
     Backbone(build("gemma2", torch.float32))
-
-
-def test_an_exception_of_the_model_is_one_line():
-    def fail(forward, *args, past_key_values=None, **kw):
-        if past_key_values is not None:
-            raise TypeError("no such cache\nand more")
-        return forward(*args, **kw)
-
-    refused(layer_changed(fail), r"runs on embeddings, padding and a cache \(TypeError: no such cache and more\)$")
 
 
 def test_dropped_layers_and_dropout_are_off_while_layers_are_recomputed():
@@ -182,36 +195,6 @@ def test_layers_within_layers_are_recomputed_once():
         assert (plain is None) == (recomputed is None)
         if plain is not None:
             torch.testing.assert_close(recomputed, plain)
-
-
-@pytest.mark.parametrize("eos", [VOCAB, -1, [2, 500], "x", True])
-def test_ends_of_sequence_outside_the_table_are_refused(eos):
-    model = tiny()
-    model.generation_config.eos_token_id = eos
-    refused(model, "eos_token_id: got .* 0 to 22")
-
-
-def test_a_quantised_base_is_refused():
-    model = tiny()
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    refused(model, "a base that is not quantised")
-
-
-class Words(list):
-    """A tokenizer, as far as its number of tokens goes, or with an id far beyond it."""
-
-    def __init__(self, words, largest=0):
-        super().__init__(words)
-        self.largest = largest
-
-    def get_vocab(self):
-        return {"a": self.largest}
-
-
-def test_a_tokenizer_larger_than_the_table_is_refused():
-    refused(tiny(), "tokens of the tokenizer: got 24; allowed: at most 23", Words(range(VOCAB + 1)))
-    refused(tiny(), "tokens of the tokenizer: got 1001; allowed: at most 23", Words(range(VOCAB), 1000))
-    Backbone(tiny(), Words(range(VOCAB)))
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from completions_server import serving
 from conftest import EOS, VOCAB, generator, make_prompts, perturb_adapter, tiny_config
 from models.zoo import build
 from peft import LoraConfig, get_peft_model
+from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
-from grade.experiments.scale.measure.sampling import chi_square
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
@@ -30,6 +30,16 @@ from grade.models.server import Server
 NAMES = ("own", "shared", "server")
 ALL_CASES = bool(os.environ.get("GRADE_ALL_CASES"))
 DRAWS = 24_000  # of two tokens; of these more than 20,000 have a second one
+
+
+def chi_square(counts, probabilities):
+    """P of a chi-square test of counts; values that are expected less than five times are one cell."""
+    expected = probabilities * counts.sum()
+    if counts[expected == 0].any():
+        return 0.0
+    small = expected < 5
+    counts, expected = (np.append(cells[~small], cells[small].sum()) for cells in (counts, expected))
+    return float(chisquare(counts[expected > 0], expected[expected > 0]).pvalue)
 
 
 @pytest.fixture(scope="module")

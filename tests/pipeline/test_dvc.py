@@ -165,8 +165,8 @@ def test_what_a_run_is_continued_from_is_no_result_for_git_or_for_dvc(run, tmp_p
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     for name in (".gitignore", ".dvcignore"):
         shutil.copy(ROOT / name, tmp_path)
-    ours = ("checkpoint-8/optimizer.pt", "completions/eval_00000.parquet", "run.json", "README.md", ".lock",
-            ".partial/checkpoint-8/optimizer.pt")  # fmt: skip
+    ours = ("checkpoint-8/optimizer.pt", "completions/eval_00000.parquet", "grade_state.json",
+            ".saving/checkpoint-8/optimizer.pt")  # fmt: skip
     results = ("metrics.json", "history.csv", "samples.json")
     with Repo.init(str(tmp_path), no_scm=True) as repo:
         for names, ignored in ((ours, True), (results, False)):

@@ -22,16 +22,13 @@ from runs import in_child, settings, toy_project, wait
 
 from grade.cli.main import main as command_line
 from grade.errors import InputError
-from grade.experiments.scale.measure.sharded import track
 from grade.gradients import objective, policy_gradient, replay
 from grade.models.backbone import Backbone
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.config import FSDP2, SHARDING, TrainConfig
 from grade.training.run import train
-from grade.training.trainer import GradeTrainer
+from grade.training.loop import GradeTrainer
 
-TRACKED = ("replay, layers recomputed", "grpo")
-"""Of `grade.experiments.scale.measure.sharded.STEPS`."""
 TARGETED = ("gumbel", "ppo")
 """Methods with a budget for KL."""
 
@@ -111,8 +108,7 @@ def sharded(root: Path, methods: list[str]) -> int:
 
     - ``interrupted``: exit codes of the last method's run, begun on one process, continued on two, then on one;
     - ``breaking``: exit codes of two processes of which the second one fails in the middle of a step;
-    - ``recorded``: exit codes of two processes that compare hidden states;
-    - in 0.json and 1.json what a tracker counts in steps on random weights.
+    - ``recorded``: exit codes of two processes that compare hidden states.
     """
     common, environment = sharded_project(root), {SHARDING: FSDP2}
     if one_and_two(root, methods, common, environment):
@@ -121,7 +117,6 @@ def sharded(root: Path, methods: list[str]) -> int:
     breaking = common | {"method": methods[0]}
     results["breaking"] = failing(root, breaking, environment, break_second_process)
     results["recorded"] = recorded(common["model"])
-    in_two(lambda: track(root, TRACKED))
     (root / "results.json").write_text(json.dumps(results))
     return 0
 
@@ -145,12 +140,12 @@ def sharded_project(root: Path) -> dict:
 
 
 def interrupted(root: Path, method: str, common: dict, environment: dict[str, str]) -> list[list[int]]:
-    """A run that is stopped twice, and goes on with another number of processes each time."""
+    """A run that is killed twice, and goes on with another number of processes each time."""
 
     def work(processes: int, last: int):
         def stopping(self, *args, plain=GradeTrainer.training_step):
-            if self.state.global_step == last - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+            if self.state.global_step == last:
+                os.kill(os.getpid(), signal.SIGKILL)
             return plain(self, *args)
 
         GradeTrainer.training_step = stopping

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from safetensors.torch import load_file
 
-from grade.gradients.methods import AUTO, GROUPED, OFFLINE, OPTIONS
+from grade.gradients.methods import OFFLINE
 from grade.training.config import TrainConfig
 from grade.training.toy import toy_reviews, toy_task
 
@@ -45,11 +45,11 @@ def toy_project(root: Path) -> dict:
 
 def settings(method: str, common: dict, output: Path) -> TrainConfig:
     """A run of a method; with several updates a step where it has them."""
-    own = {"gumbel_topk": 16} if method in OPTIONS["gumbel_topk"] else {}
-    own |= {"num_generations": 4} if method in (*GROUPED, AUTO) else {}
-    own |= {"passes_per_step": 2} if method in ("grpo", "ppo") else {}
-    own |= {"texts": str(Path(common["train_dataset"]).with_name("texts.jsonl"))} if method == OFFLINE else {}
-    return TrainConfig.parse(common | own | {"method": method, "output_dir": str(output)})
+    own = {"gumbel_topk": 16, "num_generations": 4, "passes_per_step": 2}
+    if method == OFFLINE:
+        own["texts"] = str(Path(common["train_dataset"]).with_name("texts.jsonl"))
+    values = TrainConfig.values_for(method, common | own)
+    return TrainConfig.parse(values | {"output_dir": str(output)})
 
 
 def in_child(work) -> int:
@@ -61,10 +61,8 @@ def in_child(work) -> int:
     gc.freeze()  # accelerate collects garbage at the start of training, and would search all that was imported
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")
-        result = work()
-        code = 128 + result.received if result and result.interrupted else 0
-    except KeyboardInterrupt:
-        code = 130
+        work()
+        code = 0
     except BaseException:
         traceback.print_exc(file=open(os.environ.get("INTERRUPTED_LOG", os.devnull), "a"))
     finally:

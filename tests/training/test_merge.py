@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grade.errors import InputError
-from grade.files import write_manifest
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.training.load import name_base
@@ -87,53 +86,31 @@ def change_config(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-BAD = {
-    "a base that is gone": (lambda f: change_config(f, base_model_name_or_path="/nowhere/base"),
-                            "base_model_name_or_path: got '/nowhere/base'"),
-    "no base": (lambda f: change_config(f, base_model_name_or_path=None), "base_model_name_or_path: got None"),
-    "another kind": (lambda f: change_config(f, peft_type="PROMPT_TUNING", num_virtual_tokens=2), "PROMPT_TUNING"),
-    "an unknown kind": (lambda f: change_config(f, peft_type="NEW"), "an adapter that fits.*NEW"),
-    "damaged weights": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "an adapter that fits"),
-    "damaged settings": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json names its base"),
-    "no run": (lambda f: (f / "adapter_config.json").unlink(), "RUN: got .* a finished run"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=BAD)
-def test_what_does_not_fit_is_one_line_and_writes_nothing(adapter, tmp_path, recwarn, spoil, message):
+def test_a_merge_into_a_folder_with_files_or_without_an_adapter_or_a_base_is_refused(adapter, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.safetensors").touch()
+    with pytest.raises(InputError, match="OUT: got .*; allowed: a folder that does not exist yet, or is empty"):
+        merge(adapter, tmp_path / "mine")
+    with pytest.raises(InputError, match="RUN: got .* a finished run"):
+        merge(tmp_path, tmp_path / "out")
     shutil.copytree(adapter, tmp_path / "adapter")
-    spoil(tmp_path / "adapter")
-    with pytest.raises(InputError, match=message):
+    change_config(tmp_path / "adapter", base_model_name_or_path=None)
+    with pytest.raises(InputError, match="base_model_name_or_path: got None"):
         merge(tmp_path / "adapter", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"] and not recwarn.list
 
 
 def lacks_a_tensor(tensors):
     return {name: value for name, value in tensors.items() if "layers.1.mlp.up_proj" not in name}
 
 
-BASES = {
-    "one tensor less": (lacks_a_tensor, "these lack .*up_proj"),
-    "one tensor more": (lambda tensors: tensors | {"model.more": torch.ones(1)}, "model.more"),
-    "other weights": (lambda tensors: {name: value * 1.01 for name, value in tensors.items()}, "with other weights"),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), BASES.values(), ids=BASES)
-def test_a_base_with_other_tensors_than_the_adapters_is_refused(bases, tmp_path, change, message):
+@pytest.mark.parametrize(
+    "change", [lacks_a_tensor, lambda tensors: {name: value * 1.01 for name, value in tensors.items()}]
+)
+def test_another_base_than_the_adapters_is_refused(bases, tmp_path, change):
     shutil.copytree(bases / "float32", tmp_path / "base")
     make_adapter(tmp_path / "base", tmp_path / "adapter")
     path = tmp_path / "base" / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="with other weights"):
         merge(tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_that_has_not_finished_names_its_newest_checkpoint(tmp_path):
-    for step in (2, 10):
-        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
-        (tmp_path / "run" / f"checkpoint-{step}" / "weights").touch()
-        write_manifest(tmp_path / "run" / f"checkpoint-{step}")
-    with pytest.raises(InputError, match="newest checkpoint of this unfinished run is .*checkpoint-10$"):
-        merge(tmp_path / "run", tmp_path / "out")

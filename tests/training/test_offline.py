@@ -10,14 +10,9 @@ from grade.errors import InputError
 from grade.models.scoring import sequence_kl
 from grade.training.config import GradeConfig
 from grade.training.toy import toy_reviews, toy_task
-from grade.training.trainer import GradeTrainer
+from grade.training.loop import GradeTrainer
 
 TEXTS = [{"text": review.text} for review in toy_reviews(200, seed=7)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADE_CACHE", str(tmp_path / "cache"))
 
 
 CALLS = []
@@ -47,7 +42,7 @@ def test_a_run_lands_on_its_kl_and_raises_the_reward_without_samples(tmp_path):
     evaluated = len(CALLS)
     run.train()
     texts, steering = run.learner.texts, run.learner.steering
-    assert texts.calls == len(texts) and steering.samples == 64
+    assert steering.samples == 64
     assert len(CALLS) - evaluated == len(texts) + steering.samples
     assert run.evaluate()["eval_reward"] > before + 0.2
     prompts = run.encode([{"prompt": text} for text in toy_task().validation_prompts[:128]])
@@ -103,7 +98,7 @@ def test_auto_begins_along_texts_and_goes_on_with_own_completions(tmp_path):
     assert run.chosen["steps along the texts"].startswith("8 of 16, beta from")
     assert "64 own completions rise with the prediction" in run.chosen["transfer"]
     run.create_model_card()
-    assert f"| transfer | {run.chosen['transfer']} |" in (tmp_path / "README.md").read_text()
+    assert f"- transfer: {run.chosen['transfer']}" in (tmp_path / "README.md").read_text()
 
 
 def test_auto_starts_over_without_texts_that_own_completions_disprove(tmp_path):
@@ -124,10 +119,9 @@ class Interrupted(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("reward", [more_w_than_s, falls_once_training_began])
-def test_a_trainer_goes_on_from_its_checkpoint_after_an_interruption(tmp_path, reward):
+def test_a_trainer_goes_on_from_its_checkpoint_after_an_interruption(tmp_path):
     changes = dict(method="auto", max_steps=16, save_strategy="steps", save_steps=5, substitutions=2)
-    whole, again = (trainer(tmp_path / name, reward, **changes) for name in ("whole", "again"))
+    whole, again = (trainer(tmp_path / name, **changes) for name in ("whole", "again"))
     whole.train()
     again.add_callback(Interrupted)
     with pytest.raises(KeyboardInterrupt):

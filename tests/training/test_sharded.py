@@ -10,9 +10,7 @@ from fresh_process import script
 from training.runs import assert_equal_adapters
 
 from grade.errors import InputError
-from grade.experiments.scale.measure.sharded import STEPS
 from grade.gradients.methods import METHODS
-from grade.memory.trace import trace
 from grade.training.config import FSDP2, SHARDING, TrainConfig, sharding
 
 SCRIPT = Path(__file__).with_name("processes.py")
@@ -48,7 +46,7 @@ def test_completions_end_early_so_processes_do_wait_for_each_other(runs):
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs, results):
-    assert results["interrupted"] == [[143], [143, 143], [0]]
+    assert results["interrupted"] == [[-9], [-9, -9], [0]]
     assert_same(runs / f"{CASES[-1]}-1", runs / "across")
 
 
@@ -60,18 +58,6 @@ def test_an_error_in_one_process_ends_both_in_the_middle_of_a_step(runs, results
 
 def test_a_sharded_base_has_the_hidden_states_of_a_whole_one(results):
     assert results["recorded"] == [0, 0]
-
-
-@pytest.mark.parametrize("name", ["replay, layers recomputed", "grpo"])
-def test_a_trace_of_one_process_says_what_a_tracker_counts_in_each_of_two(runs, name):
-    traced = trace(STEPS[name], device="cpu", processes=2)
-    assert {"gathered", "in transit"} <= set(traced.categories)
-    for rank in (0, 1):
-        peak, received = json.loads((runs / f"{rank}.json").read_text())[name]
-        # Equal as a rule; a thread of gloo may hold a buffer for longer than it is needed.
-        assert traced.peak == pytest.approx(peak, rel=0.02)
-        # Processes also agree on whether to go on, by a flag of 8 bytes.
-        assert traced.received <= received <= traced.received + 100
 
 
 @pytest.mark.parametrize(

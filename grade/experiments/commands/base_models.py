@@ -4,7 +4,6 @@ import argparse
 
 from grade.cli.options import command, print_metrics
 from grade.experiments.base_model import BackboneConfig, PretrainConfig, prepare_backbone, pretrain
-from grade.files import check_file
 from grade.results import write_results
 
 
@@ -32,7 +31,6 @@ def _backbone(args: argparse.Namespace) -> None:
 def _pretrain(args: argparse.Namespace) -> None:
     """Train the tiny language model and measure it on the test split."""
     config = PretrainConfig.load(args.config, args.set)
-    check_file(args.metrics, "--metrics")
     metrics = pretrain(config, args.reviews, args.output_dir)
     write_results(args.metrics, metrics)
     print_metrics(metrics)

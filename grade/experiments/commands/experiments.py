@@ -10,7 +10,6 @@ from grade.cli.options import command, option, values
 from grade.config import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.experiments.measured import measure_all
-from grade.files import check_file, claimed
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
@@ -35,7 +34,6 @@ def _notebook(args: argparse.Namespace) -> None:
     parameters |= dict(parse_assignment(text, "NAME=VALUE") for text in args.set)
     if args.runs and "runs_dir" in default_parameters(args.notebook):
         parameters["runs_dir"] = args.runs
-    check_file(args.output, "output", ".ipynb")
     if os.path.realpath(args.output) == os.path.realpath(args.notebook):
         raise InputError("output", args.output, "another file than the source notebook")
     try:
@@ -79,7 +77,7 @@ def _measure(args: argparse.Namespace) -> None:
             raise InputError(field, value, "a path with a backbone_dir, and nothing without: the toy task has its own")
         if isinstance(value, list) and any(value.count(part) > 1 for part in value):
             raise InputError(field, value, "different values: the same again would be counted twice")
-        kind = "file" if field.endswith("_file") else "folder" if field.endswith(("_dir", "peers")) else ""
+        kind = "file" if field.endswith("_file") else "folder" if field.endswith("_dir") else ""
         if kind and value and not (os.path.isfile if kind == "file" else os.path.isdir)(value):
             raise InputError(field, value, f"a {kind} that exists, or nothing")
         if field == "trained_run" and value and settings.runs_dir and settings.backbone_dir:
@@ -90,6 +88,5 @@ def _measure(args: argparse.Namespace) -> None:
         if field.endswith("model") and value:
             model_config(value, field)
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
-    with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
-        measure_all(experiment, settings, args.output_dir)
+    measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")

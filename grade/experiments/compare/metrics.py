@@ -90,17 +90,6 @@ def pair_table(figures: Mapping[str, Any], methods: Sequence[str], names: Sequen
     return pd.DataFrame(rows).T.rename_axis(["method", "minus"])
 
 
-def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
-    """Metrics ``peer/<name>/<method>`` as a table, one row per method; settings and single figures are left out.
-
-    >>> peer_table({"peer/end_kl/ste": 2.0, "peer/end_kl/grpo": 3.0, "peer/goal_reward": 0.6}).values.tolist()
-    [['grpo', 3.0], ['ste', 2.0]]
-    """
-    keys = {key: tuple(key.split("/")[1:]) for key in figures if not key.startswith("peer/settings/")}
-    cells = {parts: figures[key] for key, parts in keys.items() if len(parts) == 2}
-    return pd.Series(cells).unstack(0).rename_axis("method").rename_axis(columns=None).reset_index()
-
-
 def frontier_figures(curves: pd.DataFrame, levels: list[float], prefix: str = "") -> dict[str, float]:
     """Metrics ``frontier/<method>/kl<level>``: means of `rewards_at_kl` over seeds."""
     return estimates(rewards_at_kl(curves, levels), prefix + "frontier/{method}/kl{kl:g}", {"": "reward"})

@@ -7,10 +7,9 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.experiments.learning import subject_names, title
-from grade.experiments.plotting import INTERVAL, SERIES, by_method, color, palette, panels, with_ends
-from grade.experiments.rewards import OWN
-from grade.experiments.text_first.metrics import differences, labelled, last
+from grade.experiments.learning import title
+from grade.experiments.plotting import SERIES, by_method, color, panels
+from grade.experiments.text_first.metrics import labelled, last
 
 _LINE = dict(color=color("line"), linewidth=1, linestyle="--")
 _LEFT_OUT = ("grpo", "ppo")
@@ -68,23 +67,6 @@ def frontier_figure(runs: pd.DataFrame, subjects: Sequence[str], levels: Sequenc
     return grid.figure
 
 
-def subjects_figure(runs: pd.DataFrame, level: float) -> Figure | None:
-    """Reward at one KL less `rloo`'s, of every subject and method; bars: 95 %. None if no subject has two seeds."""
-    table = differences(labelled(runs), level)
-    if table.empty:
-        return None
-    table = with_ends(table.assign(subject=table["subject"].map(title)), "difference")
-    methods = list(dict.fromkeys(table["method"]))
-    grid = panels(sns.catplot, table, f"Reward at {level:g} nats less rloo's (bars: 95 %)", kind="point",
-                  x="difference", y="subject", hue="method", hue_order=methods, palette=palette(methods), dodge=0.6,
-                  linestyle="none", capsize=0.1, height=4.0, aspect=2.0,
-                  err_kws=dict(linewidth=1.2), **INTERVAL)  # fmt: skip
-    grid.figure.set_size_inches(8.5, 0.75 * table["subject"].nunique() + 1.6)
-    grid.ax.axvline(0, **_LINE)
-    grid.set_axis_labels("difference of held-out reward", "")
-    return grid.figure
-
-
 def quality_figure(runs: pd.DataFrame, subjects: Sequence[str]) -> Figure:
     """What completions are like against KL: the reward, judges, diversity and length, a line of panels per subject."""
     table = _means(labelled(runs), subjects, ["kl", *_QUALITY])
@@ -95,24 +77,6 @@ def quality_figure(runs: pd.DataFrame, subjects: Sequence[str]) -> Figure:
                   row="subject", kind="line", height=2.3, aspect=1.0,
                   facet_kws=dict(sharey=False, margin_titles=True), **by_method(table))  # fmt: skip
     grid.set_titles(col_template="{col_name}", row_template="{row_name}").set_axis_labels("KL, nats", "")
-    return grid.figure
-
-
-def explained_figure(table: pd.DataFrame) -> Figure:
-    """R2 of every family against the number of texts, on completions of the reference and on other texts."""
-    names = {"r2": "on completions of the reference, within prompts", "held_out": "on texts of other prompts"}
-    table = table.melt(["subject", "family", "texts"], list(names), "on", "R2").replace({"on": names})
-    table = table.assign(subject=table["subject"].map(title))
-    grid = panels(sns.relplot, table, "How much of a reward scored texts explain", kind="line", x="texts", y="R2",
-                  hue="family", style="on", markers=True, col="subject", col_wrap=min(3, table["subject"].nunique()),
-                  palette=SERIES[: table["family"].nunique()], height=2.8, aspect=1.1)  # fmt: skip
-    sizes = sorted(table["texts"].unique())
-    grid.set(xscale="log", xticks=sizes, xticklabels=[f"{size:,}" for size in sizes], xlabel="scored texts")
-    grid.set(ylim=(max(-0.1, table["R2"].min() - 0.05), 1.0))
-    grid.set_titles("{col_name}")
-    for ax in grid.axes.flat:
-        ax.minorticks_off()
-        ax.tick_params("x", labelsize=8)
     return grid.figure
 
 
@@ -133,22 +97,3 @@ def sources_figure(runs: pd.DataFrame) -> Figure | None:
     ax.minorticks_off()
     ax.legend(title="")
     return fig
-
-
-def peers_figure(peers: pd.DataFrame | None) -> Figure | None:
-    """Ends of runs of other methods, every strength of each, beside ours; None without a table."""
-    if peers is None:
-        return None
-    names = ["policy", "reward_name", "method", "source", "strength"]
-    rows = peers.astype({"source": str, "strength": str})
-    ends = rows.loc[rows.groupby([*names, "seed"])["step"].idxmax()]
-    ends = ends.groupby(names, sort=False)[["kl", "reward", "samples"]].mean().reset_index().sort_values("kl")
-    ends["method"] += ends["source"].map(lambda source: "" if source == OWN else f", {source} texts")
-    ends["subject"] = list(map(title, subject_names(ends["policy"], ends["reward_name"])))
-    methods = list(dict.fromkeys(ends["method"]))
-    grid = panels(sns.relplot, ends, "Other ways to use scored text, or samples: the end of every run", kind="line",
-                  x="kl", y="reward", hue="method", style="method", hue_order=methods, style_order=methods,
-                  markers=True, dashes=False, palette="tab20", col="subject", height=3.6, aspect=1.2, markersize=8,
-                  facet_kws=dict(sharey=False, sharex=False))  # fmt: skip
-    grid.set_titles("{col_name}").set_axis_labels("KL, nats per completion", "held-out reward")
-    return grid.figure

@@ -9,15 +9,12 @@ import pandas as pd
 from scipy.stats import t as student
 
 from grade.experiments.frontier import estimates, paired_table
-from grade.experiments.learning import AGAINST, REACHED, reach_table, rewards_at_kl, subject_names
+from grade.experiments.learning import AGAINST, REACHED, reach_table, rewards_at_kl
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
-from grade.experiments.text_first.measure.runs import READING
 from grade.experiments.text_first.measure.tables import Settings
-from grade.gradients.methods import FAMILIES
 
 Values = dict[str, float | int | None]
-TRL = "trl_grpo"
 QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
 """What is told of completions at the end of runs."""
 
@@ -25,9 +22,7 @@ QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    ``samples_over_...`` without a method is of `auto` with texts. ``texts_<n>`` is R2 within prompts of completions of
-    the reference, by the family that explains most on other texts. ``budget/...`` is of KL at the end of all runs but
-    those on sums, whose completions differ in length.
+    ``samples_over_...`` without a method is of `auto` with texts; ``budget/...`` is of KL at the end of all runs.
     """
     runs = labelled(tables["runs"])
     figures: Values = {}
@@ -42,24 +37,9 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         figures[f"{method}/{subject}/steering_samples"] = int(number) if steers else 0
     reached = reach_table(at_headline(runs, settings), AGAINST)
     figures |= _ratios(reached, "samples_over_rloo")
-    if (peers := tables.get("peers")) is not None:
-        figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl")
     ends = last(runs)
     figures |= estimates(ends, "end/{subject}/{method}", {f"/{name}": name for name in QUALITY})
-    figures |= _budget(ends) | _explained(tables)
-    return finite(figures)
-
-
-def timed_metrics(tables: Tables) -> Values:
-    """Figures of seconds: ``seconds_over_trl/...``, and ``fit/seconds_<n>`` of the default families on SmolLM2."""
-    figures: Values = {}
-    if (seconds := tables.get("peer_seconds")) is not None:
-        curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
-        figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl")
-    if (fits := tables.get("fit_seconds")) is not None:
-        fits = fits[fits["family"].isin(FAMILIES) & (fits["subject"] == "smollm2_gold")]
-        figures |= {f"fit/seconds_{n}": seconds for n, seconds in fits.groupby("texts")["seconds"].sum().items()}
-    return finite(figures)
+    return finite(figures | _budget(ends))
 
 
 def labelled(runs: pd.DataFrame) -> pd.DataFrame:
@@ -72,8 +52,7 @@ def labelled(runs: pd.DataFrame) -> pd.DataFrame:
     named = reading & runs["subject"].map(several).fillna(False).astype(bool)
     sources = "_" + runs["source"].astype(str).str.replace(":", "_")
     texts = runs["source"].astype(str).map(number_of_texts)
-    changes = runs["substitutions"].fillna(0) if "substitutions" in runs else 0
-    calls = runs["samples"] + texts + changes
+    calls = runs["samples"] + texts
     return runs.assign(method=runs["method"] + sources.where(named, ""), texts=texts, calls=calls)
 
 
@@ -97,18 +76,10 @@ def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     return table.assign(low=table["difference"] - reach, high=table["difference"] + reach)
 
 
-def contest_curves(peers: pd.DataFrame) -> pd.DataFrame:
-    """Curves of ours and TRL's by subject; of several sources and strengths a seed's run with the highest reward."""
-    names, peers = ["subject", "method", "seed"], peers[peers["method"].isin([TRL, *READING])]
-    rows = peers.assign(subject=subject_names(peers["policy"], peers["reward_name"]))
-    rows = rows.astype({"source": str, "strength": str})
-    return rows.merge(rows.loc[rows.groupby(names)["reward"].idxmax(), [*names, "source", "strength"]])
-
-
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """What a run costs and where it ends, means over seeds; seconds where the runs have them."""
+    """What a run costs and where it ends, means over seeds."""
     ends = last(labelled(runs))
-    columns = ["texts", "samples", "calls", *(["seconds"] if "seconds" in ends else []), "reward", "kl"]
+    columns = ["texts", "samples", "calls", "reward", "kl"]
     return ends.groupby(["subject", "method", "target_kl"], sort=False)[columns].mean().reset_index()
 
 
@@ -127,17 +98,5 @@ def _ratios(table: pd.DataFrame, key: str) -> Values:
 
 
 def _budget(ends: pd.DataFrame) -> Values:
-    ends = ends[ends["policy"] != "sums"]
     error = (ends["kl"] / ends["target_kl"] - 1).abs()
-    worst = error.groupby([ends["subject"], ends["method"]], sort=False).max()
-    return {
-        "budget/worst_rel_error": error.max(), "budget/mean_rel_error": error.mean(), "budget/runs": len(error),
-        "budget/worst_in_stderr": ((ends["kl"] - ends["target_kl"]).abs() / ends["kl_stderr"]).max(),
-    } | {f"budget/{subject}/{method}": value for (subject, method), value in worst.items()}  # fmt: skip
-
-
-def _explained(tables: Tables) -> Values:
-    if (table := tables.get("explained")) is None:
-        return {}
-    best = table.loc[table.groupby(["subject", "texts"], sort=False)["held_out"].idxmax()]
-    return figures_of(best, "explained/{subject}/texts_{texts}", {"": "r2"})
+    return {"budget/worst_rel_error": error.max(), "budget/mean_rel_error": error.mean(), "budget/runs": len(error)}

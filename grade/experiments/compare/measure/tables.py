@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pandas as pd
 from pydantic import Field, model_validator
@@ -14,7 +14,6 @@ from grade.experiments.measured import Positive, Seeds, Several, Size
 from grade.experiments.setting import kl_at_start, make_setting
 from grade.experiments.training_runs import Run, sizes, train_all
 from grade.gradients.methods import MethodName, Rate
-from grade.results import read_metrics
 
 
 class Settings(Config):
@@ -25,7 +24,6 @@ class Settings(Config):
     second_reward_dir: str = ""  # folder of another one, for second_methods; empty: none
     gold_file: str = ""  # the gold judge
     reviews_dir: str = ""  # folder of the review splits
-    peers_dir: str = ""  # what `python -m grade peers` wrote; empty: not shown
     methods: list[MethodName] = Field(["ste", "gumbel", "reinforce", "ppo"], min_length=1)  # methods that are compared
     second_methods: list[MethodName] = []  # methods on the second reward
     betas: list[float] = Field([0.05], min_length=1)  # weights of KL, in reward per nat and token
@@ -129,12 +127,6 @@ def _defects(s: Settings) -> dict[str, float]:
     return figures | {"loss_plus_reward_with_kl": defects.loss_plus_reward(setting, beta=1.0)}
 
 
-def _peer(s: Settings, name: str) -> dict[str, Any]:
-    """Metrics ``peer/...`` of TRL beside ours."""
-    found = read_metrics(Path(s.peers_dir) / name) if s.peers_dir else {}
-    return {key: value for key, value in found.items() if key.startswith("peer/")}
-
-
 TABLES = {
     "rates": lambda s: s.trained["rates"][["trained_on", "method", "learning_rate"]],
     "searched": lambda s: s.trained["searched"],
@@ -142,9 +134,7 @@ TABLES = {
     "curves": lambda s: s.trained["curves"].drop(columns="seconds"),
     "finals": lambda s: s.trained["finals"].drop(columns="seconds"),
     "defects": _defects,
-    "peer": lambda s: _peer(s, "metrics.json"),
 }
 TIMED = {
     "seconds": lambda s: s.trained["curves"][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]],
-    "peer_times": lambda s: _peer(s, "timings/metrics.json"),
 }

@@ -90,8 +90,7 @@ class Settings(Config):
 def token_forwards(config: StepConfig) -> int:
     """Tokens that the policy processes forward in one optimizer step, recomputation in backward included."""
     prompt, new = config.prompt_tokens, config.max_new_tokens
-    sequences = config.batch_size * config.gradient_accumulation_steps
-    passes = 2 if config.gradient_checkpointing else 1
+    sequences, passes = config.batch_size, 2 if config.gradient_checkpointing else 1
     if config.engine_name == "replay":
         again = 1 + (config.hops + 1 if config.gradient_checkpointing else 0)
         return sequences * (1 + again) * (prompt + new - 1)

@@ -23,7 +23,7 @@ from grade.experiments.traced import (
     trace_all,
     zero3_share,
 )
-from grade.memory.plan import plan, remembering
+from grade.memory.plan import largest_batch
 from grade.memory.trace import Trace, trace
 from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty
@@ -172,7 +172,6 @@ def _sweep(s: Settings) -> pd.DataFrame:
 def _fits(s: Settings) -> pd.DataFrame:
     """How many of the needed sequences fit a GPU in each of the document's settings, logits dense or in chunks."""
 
-    @remembering
     def share(config: PolicyStepConfig) -> Trace:
         return zero3_share(trace(config), config, s.gpus)
 
@@ -181,8 +180,8 @@ def _fits(s: Settings) -> pd.DataFrame:
         for logits, kind in (("dense", "all"), ("chunked", "chunked")):
             new = s.settings_new_tokens[which]
             config = s.update(s.settings_prompt_tokens, new, logits=kind, self_certainty=True)
-            (fit,) = plan(config, round(s.budget_gb * 1e9), quantities=("batch_size",), tracer=share, most=needed)
-            rows.append((setting, logits, needed, fit.value or 0, fit.peak / 1e9))
+            fit = largest_batch(config, round(s.budget_gb * 1e9), tracer=share, most=needed)
+            rows.append((setting, logits, needed, fit.batch_size or 0, fit.peak / 1e9))
     return pd.DataFrame(rows, columns=["setting", "logits", "needed", "fits", "peak_gb"])
 
 

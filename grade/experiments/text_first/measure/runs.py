@@ -15,10 +15,8 @@ from pydantic import Field
 from grade.experiments.measured import Size
 from grade.experiments.reward_runs import FIGURES, NAMES, Grid, Method, Rewards, grid_runs
 from grade.experiments.rewards import OWN, Models, source_values
-from grade.experiments.sums import LORA
 from grade.experiments.text_quality import outside, qualities
 from grade.experiments.training_runs import Run
-from grade.models.adapter import LoraSettings
 from grade.training.evaluate import Evaluation
 
 READING = ("auto_texts", "offline")
@@ -54,23 +52,16 @@ class TextBench(Rewards):
     """What completions are like besides: an outside judge, diversity, length, some of the text."""
 
     names: ClassVar[tuple[str, ...]] = ("subject", *NAMES, "source", "new_tokens")  # subject: the grid
-    columns: ClassVar[tuple[str, ...]] = (
-        *FIGURES, "kl_stderr", "outside", "distinct", "length", "substitutions", "shown"
-    )  # fmt: skip
-
-    def adapter(self, policy: str) -> LoraSettings:
-        """The adapter of a policy's runs."""
-        return LORA if policy == "sums" else super().adapter(policy)
+    columns: ClassVar[tuple[str, ...]] = (*FIGURES, "kl_stderr", "outside", "distinct", "length", "shown")
 
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """KL's error, what the text is like, one-token changes so far, some of the text."""
+        """KL's error, what the text is like, some of the text."""
         shown = None
         if row["step"] in (0, run.values["max_steps"]) and run.values["seed"] == 0:
             some = evaluation.first(SHOWN)
             rows = zip(some.prompts, some.completions, some.reward.tolist(), outside(some.completions), strict=True)
             shown = json.dumps([[p, c, round(r, 3), round(float(o), 3)] for p, c, r, o in rows])
-        return super().evaluated(run, row, evaluation) | qualities(evaluation.completions) | {
+        return qualities(evaluation.completions) | {
             "kl_stderr": (row.get("val/kl_stderr") or math.nan) * run.values["max_completion_length"],
-            "substitutions": row.get("train/distilled/substitutions", 0),
             "shown": shown,
         }  # fmt: skip

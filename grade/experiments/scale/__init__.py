@@ -1,1 +1,0 @@
-"""Beyond one GPU and one engine: a divided base, its memory, settings that fit, samples from other engines."""

@@ -1,1 +1,0 @@
-"""What the experiment on scale measures."""

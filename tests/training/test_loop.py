@@ -1,0 +1,465 @@
+"""`GradeTrainer`: what people expect of a Trainer, and what it refuses."""
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    TrainerCallback,
+)
+
+from grade import GradeConfig, GradeTrainer
+from grade.errors import InputError
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.room import check_room
+from grade.training.toy import toy_task
+
+SMALL = dict(
+    method="rloo", num_generations=4, per_device_train_batch_size=8, max_completion_length=6, max_steps=2,
+    learning_rate=1e-2, beta=0.1, report_to="none", use_cpu=True, disable_tqdm=True, seed=0,
+)  # fmt: skip
+PROMPTS = Dataset.from_list([{"prompt": f"The film was {i}", "number": i} for i in range(10)])
+
+
+@pytest.fixture
+def base(base):
+    return str(base)
+
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def trainer(model, output, reward=length, dataset=PROMPTS, held_out=None, callbacks=None, peft_config=None, **changes):
+    values = GradeConfig.values_for(changes.get("method", SMALL["method"]), {**SMALL, **changes})
+    args = GradeConfig(output_dir=str(output), **values)
+    return GradeTrainer(
+        model, reward, args, train_dataset=dataset, eval_dataset=held_out, callbacks=callbacks, peft_config=peft_config
+    )
+
+
+# ---- what it takes ----
+def test_it_takes_a_name_a_model_a_peft_model_and_a_backbone(base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    models = {
+        "name": base,
+        "model": AutoModelForCausalLM.from_pretrained(base),
+        "peft": get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora),
+        "backbone": Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4)),
+    }
+    for name, model in models.items():
+        made = trainer(model, tmp_path / name, max_steps=1, save_strategy="no")
+        made.train()
+        assert isinstance(made.model, PeftModel), name
+        assert all(p.requires_grad == ("lora_" in n) for n, p in made.model.named_parameters()), name
+        assert max(float(p.abs().max()) for n, p in made.model.named_parameters() if "lora_B" in n) > 0, name
+
+
+def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path, caplog):
+    lora = LoraConfig(r=3, lora_alpha=5, use_rslora=True, lora_dropout=0.5, target_modules=["v_proj"])
+    made = trainer(base, tmp_path, peft_config=lora)
+    config = made.model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.use_rslora, config.lora_dropout) == (3, 5, True, 0.0)
+    assert lora.lora_dropout == 0.5 and "lora_dropout = 0.5 is not used" in caplog.text
+
+
+def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
+    trainer(base, tmp_path, save_steps=1).train()
+    for name, value in {"seed": 7, "weight_decay": 0.5}.items():
+        with pytest.raises(InputError, match=f"{name}: got .*, as in .*checkpoint-1"):
+            made = trainer(base, tmp_path, save_steps=1, **{name: value})
+            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_other_columns_reach_the_reward(base, tmp_path):
+    seen = []
+
+    def reward(prompts, completions, number, **_):
+        seen.extend(zip(prompts, number, strict=True))
+        return [0.0 for _ in completions]
+
+    trainer(base, tmp_path, reward, save_strategy="no").train()
+    assert len(seen) == 16 and all(prompt == f"The film was {number}" for prompt, number in seen)
+
+
+# ---- what a Trainer does ----
+def test_the_log_has_trls_names_and_every_rewards_own_mean(base, tmp_path):
+    def zero(completions, **_):
+        return [0.0 for _ in completions]
+
+    made = trainer(base, tmp_path, [length, zero], reward_weights=[0.5, 3.0], save_strategy="no")
+    made.train()
+    row = made.state.log_history[0]
+    assert {"loss", "reward", "reward_std", "kl", "grad_norm", "learning_rate", "completions/mean_length"} <= set(row)
+    assert row["reward"] == pytest.approx(0.5 * row["rewards/length/mean"], rel=1e-6)
+    assert row["rewards/zero/mean"] == 0.0 and row["rewards/length/seconds"] >= 0
+
+
+@pytest.mark.filterwarnings("ignore:all reward functions returned None")
+@pytest.mark.parametrize("method", ["rloo", "ppo", "distilled"])
+def test_what_no_function_scored_has_no_part_in_logged_means(base, tmp_path, method):
+    def some(completions, number, trainer_state, **_):
+        return [None if i % 2 or trainer_state.global_step == 1 else 4.0 for i in number]
+
+    changes = dict(method=method, num_generations=4, eval_on_start=True, eval_on_end=False, shuffle_dataset=False)
+    made = trainer(base, tmp_path, some, held_out=PROMPTS, **changes)
+    made.train()
+    start, first, second, *_ = made.state.log_history
+    assert start["eval_reward"] == first["reward"] == 4.0 and start["eval_reward_n"] == 5
+    assert first["reward_std"] == start["eval_reward_stderr"] == 0.0 and "reward" not in second
+
+
+def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
+    rows = {}
+    for every in (1, 2):
+        made = trainer(base, tmp_path / str(every), max_steps=4, logging_steps=every, save_strategy="no")
+        made.train()
+        rows[every] = [row for row in made.state.log_history if "loss" in row]
+    for name in ("reward", "kl", "grad_norm"):
+        pairs = np.array([row[name] for row in rows[1]]).reshape(2, 2).mean(1)
+        assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
+
+
+def test_early_stopping_and_the_best_model(base, tmp_path):
+    def train(resume=None):
+        made = trainer(
+            base, tmp_path, held_out=PROMPTS.select(range(4)), callbacks=[EarlyStoppingCallback(2)], max_steps=6,
+            learning_rate=1e-9, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
+            metric_for_best_model="eval_reward", greater_is_better=True,
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=resume)
+        assert made.state.global_step == 3  # nothing moves, so later evaluations are no better than the first
+        assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+
+    train()
+    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+    train(str(tmp_path / "checkpoint-2"))
+
+
+def test_of_so_many_checkpoints_one_is_the_best(base, tmp_path):
+    made = trainer(
+        base, tmp_path, held_out=PROMPTS.select(range(4)), max_steps=4, learning_rate=1e-9, eval_strategy="steps",
+        eval_steps=1, save_steps=1, save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="reward",
+        greater_is_better=True,
+    )  # fmt: skip
+    made.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-4"}
+
+
+@pytest.mark.parametrize("name", ["default", "policy"])
+def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_it(base, tmp_path, name):
+    def made(folder):
+        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        policy = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora, adapter_name=name)
+        return trainer(
+            policy, folder, held_out=PROMPTS.select(range(4)), max_steps=3, eval_strategy="steps", eval_steps=1,
+            save_steps=1, load_best_model_at_end=True, metric_for_best_model="kl", greater_is_better=False,
+        )  # fmt: skip
+
+    def saved(run, step):
+        return load_file(next((run / f"checkpoint-{step}").rglob("adapter_model.safetensors")))
+
+    def kept(run):
+        parameters = {n.replace(f".{name}", ""): p for n, p in run.model.named_parameters() if p.requires_grad}
+        best = saved(Path(run.args.output_dir), 1)
+        return run.kept_step == 1 and all(torch.equal(best[n], p) for n, p in parameters.items())
+
+    first, moved = made(tmp_path / "first"), tmp_path / "moved"
+    first.train()
+    assert kept(first)
+    last = saved(tmp_path / "first", 3)
+    (tmp_path / "first").rename(moved)
+    finished = made(moved)
+    finished.train(resume_from_checkpoint=True)
+    assert kept(finished)
+    shutil.rmtree(moved / "checkpoint-3")
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(moved / "checkpoint-2")  # a whole model beside it
+    again = made(moved)
+    again.train(resume_from_checkpoint=True)
+    assert kept(again) and all(torch.equal(value, last[n]) for n, value in saved(moved, 3).items())
+
+
+def test_rows_may_be_made_of_other_columns_and_a_single_one_has_no_standard_error(base, tmp_path):
+    made = PROMPTS.with_transform(lambda rows: {"prompt": [f"The film was {n}" for n in rows["number"]]})
+    run = trainer(base, tmp_path, dataset=made, held_out=PROMPTS.select([0]), save_steps=1)
+    run.train()
+    metrics = run.evaluate()
+    assert "eval_reward_n" in metrics and "eval_reward_stderr" not in metrics
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(save_strategy="no"), dict(method="remax"),
+     dict(method="distilled", temperature=0.1, gradient_accumulation_steps=2)],
+)  # fmt: skip
+def test_completions_are_written_as_tables(base, tmp_path, changes):
+    """Those that were sampled, not what else was scored: at a low temperature unequally often in two microbatches."""
+
+    def reward(completions, log_extra, **_):
+        log_extra("shout", [text.upper() for text in completions])
+        log_extra("numpy", list(np.arange(len(completions))))
+        log_extra("torch", list(torch.ones(len(completions))))
+        return [float(len(text)) for text in completions]
+
+    options = dict(log_completions=True, logging_steps=2, save_steps=1, held_out=PROMPTS, eval_on_end=True)
+    trainer(base, tmp_path, reward, **options, **changes).train()
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert len(table) == 16 * changes.get("gradient_accumulation_steps", 1)
+    assert (table["shout"] == table["completion"].str.upper()).all()
+    assert table["reward"].tolist() == table["completion"].str.len().tolist() == table["rewards/reward"].tolist()
+    held_out = pd.read_parquet(tmp_path / "completions" / "eval_00002.parquet")
+    assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
+
+
+@pytest.mark.parametrize(("log", "name", "value", "message"), [
+    ("log_metric", "reward", 9.0, "log_metric: got 'reward'; allowed: another name"),
+    ("log_metric", "rewards/reward/mean", 9.0, "log_metric: got 'rewards/reward/mean'; allowed: another name"),
+    ("log_extra", "prompt", ["a"] * 8, "log_extra: got 'prompt'; allowed: another name"),
+])  # fmt: skip
+def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value, message):
+    def reward(completions, **given):
+        given[log](name, value)
+        return [0.0 for _ in completions]
+
+    with pytest.raises(InputError, match=message):
+        trainer(base, tmp_path, reward, save_strategy="no", log_completions=True).train()
+
+
+def test_auto_says_what_it_chose_and_the_tokens_that_the_reward_likes_are_written(base, tmp_path, caplog):
+    """A reward that counts one token: it stands first, with the rewards' unit."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    wanted = next(i for i in range(40, 400) if len(tokenizer.decode([i])) == 1 and tokenizer.decode([i]).isalpha())
+    letter = tokenizer.decode([wanted])
+
+    def reward(completion_ids, **_):
+        return [2.0 * ids.count(wanted) for ids in completion_ids]
+
+    with caplog.at_level("INFO", logger="grade.training.loop"):
+        made = trainer(base, tmp_path, reward, held_out=PROMPTS, method="auto", max_steps=6, num_generations=8,
+                       per_device_train_batch_size=64, eval_strategy="steps", eval_steps=6)  # fmt: skip
+    assert made.config.method == "distilled"
+    assert [r.message.partition(": ")[2].partition(":")[0] for r in caplog.records] == ["distilled"]
+    made.train()
+    assert all("\n" not in record.message for record in caplog.records)
+    table = pd.read_parquet(tmp_path / "completions" / "tokens_00006.parquet")
+    assert list(table.columns) == ["rank", "token", "id", "value", "count"]
+    assert (table["token"][0], table["id"][0], table["rank"][0]) == (letter, wanted, 1)
+    assert table["value"][0] == pytest.approx(2.0, abs=0.3), "ridge is calibrated"
+    assert table["rank"].tolist() == [*range(1, 21), *range(-20, 0)] and table["value"].is_monotonic_decreasing
+
+
+def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
+    made = trainer(base, tmp_path, held_out={"a": PROMPTS.select(range(3)), "b": PROMPTS.select(range(3, 6))})
+    metrics = made.evaluate()
+    assert {"eval_a_reward", "eval_b_reward", "eval_a_kl"} <= set(metrics)
+    assert metrics["eval_a_kl"] == 0
+
+
+def test_temperature_changes_the_policy_everywhere(base, tmp_path):
+    """Sampling, log-probabilities and KL are of softmax(l / T): at the first step the clipped ratio is exactly 1."""
+    made = trainer(base, tmp_path, method="grpo", passes_per_step=2, temperature=0.5, max_steps=1, save_strategy="no")
+    assert made.backbone.head.temperature == 0.5
+    hidden = torch.randn(3, made.backbone.hidden_size, requires_grad=True)
+    plain = torch.nn.functional.linear(hidden, made.backbone.head.weight)
+    assert torch.equal(made.backbone.head(hidden), plain / 0.5)
+    made.train()
+    assert made.state.log_history[0]["kl"] <= 1e-3
+
+
+@pytest.mark.parametrize("method", ["rloo", "distilled"])
+def test_bf16_casts_the_base_and_not_the_adapter(base, tmp_path, method):
+    made = trainer(base, tmp_path, method=method, bf16=True, save_strategy="no")
+    kinds = {("lora_" in name, p.dtype) for name, p in made.model.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    made.train()
+
+
+@pytest.mark.parametrize("method", ["rloo", "distilled"])
+def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path, method):
+    rows = []
+    for recompute in (False, True):
+        made = trainer(base, tmp_path, method=method, gradient_checkpointing=recompute, save_strategy="no")
+        made.train()
+        rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
+    assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32, recomputed in another order
+
+
+def test_a_limit_of_zero_does_not_clip(base, tmp_path):
+    """In none of a step's updates: clipped to 0, the first would not move the policy, and no ratio would differ."""
+    rows = []
+    for limit in (0.0, 1e9):
+        made = trainer(base, tmp_path, method="grpo", passes_per_step=2, max_grad_norm=limit, save_strategy="no")
+        made.train()
+        rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_policy_is_clipped_by_its_own_norm_not_with_the_value_head(base, tmp_path, updates):
+    """In each of a step's updates, whose gradients are nearly the same: the policy hardly moves."""
+    limit = 1e-3
+    made = trainer(
+        base, tmp_path, method="ppo", passes_per_step=updates, max_grad_norm=limit, lr_scheduler_type="constant",
+        max_steps=1, save_strategy="no",
+    )  # fmt: skip
+    weights = [*made.backbone.trainable_parameters(), *made.method.parameters()]
+    made.optimizer = torch.optim.SGD(weights, lr=1.0)
+    before = [p.detach().clone() for p in made.backbone.trainable_parameters()]
+    made.train()
+    pairs = zip(made.backbone.trainable_parameters(), before, strict=True)
+    moved = torch.cat([(p.detach() - q).flatten() for p, q in pairs]).norm()
+    assert made.state.log_history[0]["grad_norm"] > limit
+    assert float(moved) == pytest.approx(updates * limit, rel=1e-3)  # float32: a small change of weights of about 0.1
+
+
+def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
+    def reward(completions, trainer_state, **_):
+        return [float("nan") if trainer_state.global_step == 2 else 0.0 for _ in completions]
+
+    made = trainer(base, tmp_path, reward, max_steps=4, save_steps=1)
+    with pytest.raises(InputError, match="row 0"):
+        made.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+# ---- what it refuses ----
+BAD_RUNS = {
+    "a prompt longer than the context": (
+        {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
+    "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "train_dataset: got 'IterableDataset'"),
+    "a table": ({}, dict(dataset=PROMPTS.to_pandas()), "train_dataset: got 'DataFrame'"),
+    "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "train_dataset: got .* one split of a dataset"),
+    "a path": ({}, dict(dataset=Path("rows.jsonl")), "train_dataset: got"),
+    "a text reward for a relaxed method": (dict(method="ste"), {}, "ste.*rloo"),
+    "an adapter for a PeftModel": (
+        {}, dict(model="peft", peft_config=LoraConfig(target_modules=["q_proj"])), "peft_config: got 'given'"),
+    "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got .*; .*LORA"),
+    "unknown keys of the model": (dict(model_init_kwargs={"device_map": "auto"}), {}, "model_init_kwargs"),
+    "a batch without whole groups": (dict(num_generations=3), {}, "num_generations: got 3; allowed: a divisor of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, tmp_path):
+    changes, given, message = BAD_RUNS[name]
+    model = given.pop("model", base) if "model" in (given := dict(given)) else base
+    if model == "peft":
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    changes = {"num_generations": 4, **changes} if changes.get("method", "rloo") == "rloo" else changes
+    with pytest.raises(InputError, match=message):
+        trainer(model, tmp_path / "run", **given, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_and_their_values_stay_of_their_type(base, tmp_path):
+    def reward(completions, counts, **_):
+        return [float(count["missing"]) for count in counts]
+
+    rows = [defaultdict(int, prompt="The film was", counts=defaultdict(lambda: 3)) for _ in range(4)]
+    made = trainer(base, tmp_path, reward, rows, max_steps=1, save_strategy="no")
+    made.train()
+    assert made.state.log_history[0]["reward"] == 3
+
+
+def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
+    class Rows(torch.utils.data.Dataset):
+        """Without IndexError at its end."""
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            return {"prompt": f"The film was {number % 3}"}
+
+    made = trainer(base, tmp_path, dataset=Rows(), max_steps=1, save_strategy="no")
+    made.train()
+    assert made.state.global_step == 1
+    with pytest.raises(InputError, match="train_dataset: got None"):
+        trainer(base, tmp_path, dataset=None).train()
+    with pytest.raises(InputError, match="eval_dataset: got None"):
+        made.evaluate()
+    with pytest.raises(InputError, match="row 0: got .* context of"):
+        made.evaluate([{"prompt": "a " * 999}])
+
+
+def test_a_trainer_leaves_nothing_behind_in_backbone_and_settings(base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    other, metrics = AutoTokenizer.from_pretrained(base), []
+    other.eos_token = tokenizer.convert_ids_to_tokens(50)
+    for used in (False, True):
+        made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
+        args = GradeConfig(str(tmp_path / str(used)), **SMALL | {"eval_on_start": True, "save_steps": 1})
+        if used:
+            hot = GradeConfig(str(tmp_path / "hot"), **SMALL | {"temperature": 0.1, "save_strategy": "no"})
+            GradeTrainer(made, length, hot, PROMPTS, processing_class=other).train()
+        own = GradeTrainer(made, length, args, PROMPTS, PROMPTS)
+        own.train(resume_from_checkpoint=used and str(tmp_path / "False" / "checkpoint-1"))
+        metrics.append([row["reward"] for row in own.state.log_history if "reward" in row])
+    assert metrics[0] == metrics[1]
+
+
+def test_completions_end_with_the_given_tokenizers_end(base, tmp_path):
+    given, seen = AutoTokenizer.from_pretrained(base), []
+
+    def reward(completion_ids, **_):
+        seen.extend(completion_ids)
+        return [0.0 for _ in completion_ids]
+
+    trainer(base, tmp_path / "a", reward, save_strategy="no").train()
+    end = next(i for ids in seen for i in ids[:-1] if i not in given.all_special_ids)
+    given.eos_token = given.convert_ids_to_tokens(end)
+    seen.clear()
+    args = GradeConfig(str(tmp_path / "b"), **SMALL | {"save_strategy": "no"})
+    GradeTrainer(base, reward, args, PROMPTS, processing_class=given).train()
+    assert any(end in ids for ids in seen) and not any(end in ids[:-1] for ids in seen)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(method="distilled"), dict(method="distilled", residual_weight=0.3)])
+def test_weights_without_a_gradient_stay_where_they_are(tmp_path, changes):
+    """Those of a vision tower, which text does not reach."""
+    text = dict(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8,
+    )  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                  patch_size=14)  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
+                          boi_token_index=298, eoi_token_index=297)  # fmt: skip
+    made = Backbone(Gemma3ForConditionalGeneration(config), toy_task().backbone.tokenizer,
+                    LoraSettings(r=2, alpha=4, target_modules=["q_proj"]))  # fmt: skip
+    before = {name: p.clone() for name, p in made.peft.named_parameters() if p.requires_grad}
+    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no", **changes).train()
+    moved = {name for name, p in made.peft.named_parameters() if name in before and not p.equal(before[name])}
+    assert moved and not any("vision" in name for name in moved) and any("vision" in name for name in before)
+
+
+@pytest.mark.parametrize("progress, bar", [("0", False), ("1", False), ("1", True)])
+def test_a_row_of_the_log_is_a_short_line(base, tmp_path, capsys, monkeypatch, progress, bar):
+    monkeypatch.setenv("GRADE_PROGRESS", progress)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    changes = dict(disable_tqdm=not bar, eval_strategy="steps", eval_steps=2, save_strategy="no")
+    trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), **changes).train()
+    out, err = capsys.readouterr()
+    lines = [line.strip() for line in out.splitlines() if line.strip()]
+    assert not any("{" in line for line in lines) and ("training:" in err) == bar
+    assert bool(re.search(r"\d s ", out)) == (progress == "1")  # an executed notebook holds no times
+    assert [line.split()[:2] for line in lines if line.startswith("step")] == [["step", "1/2"], *[["step", "2/2"]] * 2]
+    assert "reward" in lines[-1] and lines[-1].startswith("The film was 0|")
