@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from grade.gradients.losses import clipped_surrogate, k3
+from grade.gradients.losses import clipped_surrogate
 from grade.memory.models import build_backbone, model_config, with_layers
 from grade.memory.records import CATEGORIES
 from grade.memory.settings import Microbatch, TracedConfig, generator_on
@@ -163,7 +163,7 @@ class PolicyStepConfig(TracedConfig):
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
                     new, _ = logps()
                 surrogate = clipped_surrogate(new, old, advantages, 0.2)
-                kl = k3(new, ref)
+                kl = (ref - new).expm1() - (ref - new)
                 loss = ((_BETA * kl - surrogate) * mask).sum() / mask.sum()
             loss.backward()
 
