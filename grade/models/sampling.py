@@ -150,7 +150,7 @@ def generate(
                 masks.append(alive)
                 alive = alive & ~is_eos(token, eos)
                 going = not stop_early or bool(alive.any())
-            # A process whose completions have ended still takes part in the others' passes of a sharded base.
+            # A process whose completions have ended still takes part in the others' passes of a divided base.
             if step + 1 == max_new_tokens or not backbone.anywhere(going):
                 break
             state.advance(backbone.embed(token))

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from safetensors.torch import load_file
 
-from grade.gradients.methods import AUTO, GROUPED, OFFLINE, OPTIONS
+from grade.gradients.methods import OFFLINE
 from grade.training.config import TrainConfig
 from grade.training.toy import toy_reviews, toy_task
 
@@ -45,8 +45,9 @@ def toy_project(root: Path) -> dict:
 
 def settings(method: str, common: dict, output: Path) -> TrainConfig:
     """A run of a method; with several updates a step where it has them."""
-    own = {"gumbel_topk": 16} if method in OPTIONS["gumbel_topk"] else {}
-    own |= {"num_generations": 4} if method in (*GROUPED, AUTO) else {}
+    fields = TrainConfig.kind({"method": method}).model_fields
+    own = {"gumbel_topk": 16} if "gumbel_topk" in fields else {}
+    own |= {"num_generations": 4} if "num_generations" in fields and method not in ("reinforce", "remax", "ppo") else {}
     own |= {"passes_per_step": 2} if method in ("grpo", "ppo") else {}
     own |= {"texts": str(Path(common["train_dataset"]).with_name("texts.jsonl"))} if method == OFFLINE else {}
     return TrainConfig.parse(common | own | {"method": method, "output_dir": str(output)})
