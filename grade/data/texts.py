@@ -22,8 +22,7 @@ from grade.data.prompts import load_rows
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens
-from grade.models.samplers import LOCAL, Sampler
-from grade.models.scoring import completion_logps
+from grade.models.sampling import generate
 from grade.results import progress
 from grade.rewards.base import Reward
 
@@ -191,20 +190,17 @@ def reference_texts(
     rows: Sequence[Row],
     number: int,
     backbone: Backbone,
-    sampler: Sampler,
     *,
     completion_tokens: int,
     encode: Encode,
     seed: int = 0,
     min_new_tokens: int = 0,
-    max_difference: float | None = None,
 ) -> list[dict[str, Any]]:
     """N completions of the reference as texts.
 
     Prompts are drawn without replacement, in rounds if there are fewer than N. The reference is the policy without its
-    adapter, at its head's temperature; a server samples it as its base, and is refused where it is more than
-    ``max_difference`` nats away (by default what rounding explains). The seed is that of the choice of prompts and of
-    the samples; ``encode`` is as for `score_texts`.
+    adapter, at its head's temperature. The seed is that of the choice of prompts and of the samples; ``encode`` is as
+    for `score_texts`.
     """
     generator = torch.Generator(backbone.device).manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
@@ -214,12 +210,8 @@ def reference_texts(
     with backbone.reference():
         for start in progress(range(0, number, DRAWN), "completions of the reference", delay=WAIT):
             batch = prompts[slice(start, start + DRAWN)].to(backbone.device)
-            drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
-            if sampler.name not in LOCAL:
-                logps = completion_logps(backbone, batch, drawn.ids, drawn.mask, min_new_tokens)
-                drawn.mismatch(logps).check(sampler.name, backbone.dtype, max_difference)
-            lengths = drawn.mask.sum(1).tolist()
-            kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
+            ids, mask = generate(backbone, batch, completion_tokens, generator, min_new_tokens=min_new_tokens)
+            kept += [row[:length] for row, length in zip(ids.tolist(), mask.sum(1).tolist(), strict=True)]
     texts = [backbone.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
     return [{**row, "completion": text, "completion_ids": ids}
             for row, text, ids in zip(chosen, texts, kept, strict=True)]  # fmt: skip

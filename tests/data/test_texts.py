@@ -9,7 +9,6 @@ from models.test_prompts import abc_tokenizer
 from grade.data.texts import read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError
 from grade.models.prompts import encode_examples
-from grade.models.samplers import Sampler
 from grade.rewards.rewards import make_rewards
 from grade.training.toy import toy_task
 
@@ -96,31 +95,12 @@ def test_completions_of_the_reference_are_those_of_its_seed(task):
     backbone = task.backbone
     prompts = [{"prompt": text, "number": n} for n, text in enumerate(task.train_prompts[:4])]
     settings = dict(completion_tokens=T, encode=encoder(backbone))
-    rows = reference_texts(prompts, 10, backbone, Sampler("own"), **settings)
+    rows = reference_texts(prompts, 10, backbone, **settings)
     perturb_adapter(backbone, seed=2)  # the reference has no adapter
-    assert reference_texts(prompts, 10, backbone, Sampler("own"), **settings) == rows and len(rows) == 10
+    assert reference_texts(prompts, 10, backbone, **settings) == rows and len(rows) == 10
     assert sorted(row["number"] for row in rows)[::5] == [0, 2] and len({row["number"] for row in rows[:4]}) == 4
-    assert reference_texts(prompts, 10, backbone, Sampler("own"), **settings, seed=1) != rows
+    assert reference_texts(prompts, 10, backbone, **settings, seed=1) != rows
     assert reference_number("reference:4096") == 4096 and reference_number("texts.jsonl") is None
-
-
-def test_completions_that_the_reference_would_not_sample_are_refused(task):
-    """Of a sampler elsewhere, which may have another base; here one that gives the policy's."""
-
-    class Adapted(Sampler):
-        def sample(self, backbone, *arguments):
-            backbone.peft.enable_adapter_layers()
-            try:
-                return super().sample(backbone, *arguments)
-            finally:
-                backbone.peft.disable_adapter_layers()
-
-    prompts, backbone = [{"prompt": text} for text in task.train_prompts[:4]], task.backbone
-    settings = dict(completion_tokens=T, encode=encoder(backbone))
-    with pytest.raises(InputError, match="sampler: largest difference: .* sampler_max_difference = 0.05 .* elsewhere"):
-        reference_texts(prompts, 10, backbone, Adapted("elsewhere"), **settings)
-    reference_texts(prompts, 10, backbone, Sampler("elsewhere"), **settings)
-    assert len(reference_texts(prompts, 10, backbone, Adapted("elsewhere"), **settings, max_difference=9.0)) == 10
 
 
 BAD = {
