@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.files import read_json, write_text
 
 if TYPE_CHECKING:
@@ -39,17 +39,14 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
     """Write metrics as JSON: ``{"train/ste/kl": 0.1}`` becomes ``{"train": {"ste": {"kl": 0.1}}}``.
 
-    `InputError`, and nothing written, for a value that is not finite or of another type, an empty name, or one that is
-    also a level of another.
+    `InputError`, and nothing written, for a value that is not finite or of another type.
     """
     nested: dict[str, Any] = {}
-    for name in sorted(flat):  # a metric comes before what has its name as a level
+    for name in sorted(flat):
         *levels, leaf = name.split("/")
         inner = nested
         for level in levels:
-            inner = inner.setdefault(level, {}) if isinstance(inner, dict) else None
-        if not all([*levels, leaf]) or not isinstance(inner, dict):
-            raise InputError("metric name", name, "levels that are not empty, and no metric that is also a level")
+            inner = inner.setdefault(level, {})
         inner[leaf] = _rounded(name, flat[name])
     write_text(path, json.dumps(nested, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
@@ -66,12 +63,6 @@ def write_results(path: str | Path, flat: Mapping[str, Value]) -> None:
     write_metrics(Path(path).with_name("timings.json"), timed | about)
 
 
-def check_values(flat: Mapping[str, Value]) -> None:
-    """Reject what `write_metrics` would, before anything else is written."""
-    for name, value in flat.items():
-        _rounded(name, value)
-
-
 def is_timed(name: str) -> bool:
     """Whether a metric differs from run to run.
 
@@ -84,8 +75,7 @@ def is_timed(name: str) -> bool:
 
 def read_metrics(path: str | Path) -> dict[str, Value]:
     """Read metrics back to flat names: the inverse of `write_metrics`."""
-    with reading("metrics file", path, "a readable metrics.json"):
-        return dict(_flatten(read_json(path)))
+    return dict(_flatten(read_json(path)))
 
 
 def write_history(path: str | Path, rows: Sequence[Mapping[str, Value]]) -> None:

@@ -28,7 +28,7 @@ from grade.training.toy import toy_reviews
 SECONDS = 60
 """A case that takes longer hangs: on a named pipe, an endless device."""
 
-REWARDS = """import json
+REWARDS = """import asyncio, json
 
 number = 3
 
@@ -41,11 +41,34 @@ def raises(completions, **columns):
 def nan(completions, **columns):
     return [float("nan")] * len(completions)
 
+def leaves(completions, **columns):
+    raise SystemExit(3)
+
 async def late(completions, **columns):
     raise RuntimeError("too late")
 
 def inside_a_library(completions, **columns):
     return json.loads("{")
+
+async def stops(completions, **columns):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(1)
+
+async def cancels(completions, **columns):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(1)
+
+class Wordless(BaseException):
+    def __str__(self):
+        return 1 / 0
+    __repr__ = __str__
+
+def wordless(completions, **columns):
+    raise Wordless
+
+def unshown(completions, **columns):
+    return Wordless()
 
 def metric(completions, log_metric, **columns):
     log_metric("a", "b")
@@ -87,7 +110,7 @@ GOOD = {
     "reward": "--kind bag --backbone base --reviews reviews --output-dir made --metrics metrics.json",
     "measure": "validation --output-dir made",
     "notebook": "small.ipynb executed.ipynb",
-    "repro": "--dry", "results": "", "check": "", "publish": "",
+    "repro": "","results": "", "check": "", "publish": "",
 }  # fmt: skip
 assert set(GOOD) == set(COMMANDS)
 CONFIGURED = ("train", "explained", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward",
@@ -96,7 +119,10 @@ CONFIGURED = ("train", "explained", "probe", "memory", "bench", "fetch", "data",
 BINARY = bytes(range(256)) * 8
 FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")
 DEEP = "[" * 20_000
+BIG = json.dumps({"model_type": "llama", "num_hidden_layers": 10**6, "hidden_size": 4096, "vocab_size": 99})
 SMALL = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4}
+ODD, ACT = json.dumps(SMALL | {"num_key_value_heads": 3}), json.dumps(SMALL | {"hidden_act": "nothing"})
+TALL = json.dumps(SMALL | {"num_hidden_layers": 10**5})
 YAML = {
     "duplicate keys": "seed: 1\nseed: 2\n", "a sexagesimal number": "seed: 1:30\n", "a circle": "seed: &a [*a]\n",
     "an impossible date": "seed: 2024-13-45\n", "nested too deeply": f"seed: {DEEP}\n", "a list": "[1, 2]\n",
@@ -145,13 +171,15 @@ def cases():
     for text in ("train_dataset=nowhere.jsonl", "gold=nowhere.npz", "gold=base", "eval_dataset=rewards.py"):
         yield "train", f"--set {text}", text.partition("=")[2], {}
     for name, says in {
-        "nan": "", "number": "", "nothing": "", "": "", "raises": "rewards.py, line 9",
-        "late": "rewards.py, line 15", "inside_a_library": "JSONDecodeError", "metric": "metric", "extra": "log_extra",
+        "nan": "", "leaves": "", "number": "", "nothing": "", "": "", "raises": "rewards.py, line 9",
+        "late": "rewards.py, line 18", "inside_a_library": "rewards.py, line 21", "stops": "cancelled",
+        "cancels": "cancelled", "wordless": "Wordless", "unshown": "Wordless object",
+        "metric": "log_metric", "extra": "log_extra",
     }.items():  # fmt: skip
         yield "train", f"--reward rewards.py:{name}", says, {}
     for text in ("nowhere", "nowhere.py:f", "run"):
         yield "train", f"--reward {text}", "reward", {}
-    for content in ("def f(:\n", "1 / 0\n"):
+    for content in ("def f(:\n", "1 / 0\n", "raise SystemExit\n"):
         yield "train", "--reward bad.py:f", "bad.py", {"bad.py": content}
     for name, content in {"c.jsonl": '{"prompt": 3}\n', "b.csv": "prompt,prompt\na,b\n", "a.parquet": "x"}.items():
         yield "train", f"--set train_dataset={name}", "", {name: content}
@@ -183,11 +211,15 @@ def cases():
     yield "reward", f"--kind {'bag' * 9999}", "invalid choice", {}
     yield "memory", f"--model {'base' * 9999}", "hub id", {}
     for text, says in (
-        ("--max-new-tokens 100000", "at most 2048"), ("--overhead=-1GB", "overhead"), ("--fits 24,5GiB", "24,5GiB"),
+        ("--batch-size 1000000000", "TB"), ("--model big", "TB"), ("--model odd", "num_key_value_heads"),
+        ("--model act", "KeyError: 'nothing'"), ("--model deep", "num_hidden_layers"), ("--gpus 1000000", "gpus"),
+        ("--patience 0.001", "--patience"), ("--max-new-tokens 100000", "at most 2048"),
+        ("--overhead=-1GB", "overhead"), ("--fits 1KiB", "bytes: weights"), ("--fits 24,5GiB", "24,5GiB"),
         ("--method gripo", "did you mean 'grpo'?"), ("--method grpo", "gumbel_topk: got 8; allowed: only"),
-        ("--reward hf:no/such", "got 'hf:no/such'"),
+        ("--method all --fits 1GiB", "allowed: none with --method all"), ("--reward hf:no/such", "got 'hf:no/such'"),
     ):  # fmt: skip
-        yield "memory", text, says, {}
+        files = {"big/config.json": BIG, "odd/config.json": ODD, "act/config.json": ACT, "deep/config.json": TALL}
+        yield "memory", text, says, {name: content for name, content in files.items() if name.split("/")[0] in text}
     yield "generate", "--samples 1000000000000", "TB", {}
     yield "generate", "--samples 100000000", "this machine has", {}
     yield "generate", "# damaged settings", "generation_config.json", {"base/generation_config.json": "["}
@@ -201,8 +233,8 @@ def cases():
         ("generate", "--prompt ''"), ("generate", "--adapter nowhere"), ("evaluate", "--prompts 1"),
         ("show", "--rows 0"), ("show", "--columns no"), ("show", "--step 9"), ("show", "--html reviews"),
         ("show", "--html ''"), ("merge", "--dtype int8"), ("explained", "--figure figure.txt"),
-        ("memory", "--fits '12 parsecs'"), ("memory", "--model nowhere"),
-        ("bench", "--device tpu"), ("reward", "--kind bagg"), ("repro", "--jobs 0"), ("results", "--profile nowhere"),
+        ("memory", "--fits '12 parsecs'"), ("memory", "--gpus 0"), ("memory", "--model nowhere"),
+        ("bench", "--device tpu"), ("reward", "--kind bagg"), ("results", "--profile nowhere"),
         ("check", "--profile ../params/cpu"), ("data", "--set label_column=no"), ("data", "--set test_size=100000"),
         ("pretrain", "--set heads=3"), ("backbone", "--set source=nowhere"), ("probe", "--set reward=nowhere"),
         ("notebook", "--set rate=x"), ("notebook", "--params nowhere.yaml"),
@@ -249,10 +281,6 @@ def cases():
         ("completions/eval_00001.parquet", pd.DataFrame({"prompt": ["a"]}).to_parquet),
     ):
         yield "show", f"# columns of {name}", name.split("/")[-1], {"run/manifest.json": None, f"run/{name}": content}
-    for key in ("jobs", "experiments"):
-        yield "repro", f"# {key}", key, {"params/cpu/suite.yaml": f"profile: cpu\noutputs: outputs\n{key}: x\n"}
-    for content in ("", BINARY):
-        yield "repro", "# no pipeline", "dvc.yaml", {"dvc.yaml": content}
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
     yield "data", "# one column", "", {"reviews.csv": "text\na\n"}
     yield "data", "# an open quotation", "reviews.csv", {"reviews.csv": 'a,b\n"1,2\n3,4,5'}

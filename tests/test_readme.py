@@ -249,7 +249,7 @@ def test_a_row_of_training_from_scored_text_is_the_metrics(label, subject):
 
 
 H100 = {
-    "Qwen3-4B: three engines, seven other methods": "qwen3",
+    "Qwen3-4B: three engines, four policy gradients": "qwen3",
     "SmolLM2: float32, autocast, all weights, eager attention": "smol",
 }
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import pydantic
-
-from grade.config import Config, Settings, own_fields
+from grade.config import Config
 
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
 """By command, what adds its options and the function that executes them."""
@@ -32,12 +29,12 @@ def values(files: str = "--config", example: str = "KEY=VALUE") -> list[Option]:
 
 
 def command(
-    name: str, *options: Option, config: type[Config] | type[Settings] | None = None, others: str = "", **paths: str
+    name: str, *options: Option, config: type[Config] | None = None, **paths: str
 ) -> Callable[[Callable], Callable]:
     """Decorate the function that executes a command, from its options.
 
     ``paths`` are required options for folders, or a file (``metrics``), with their meanings. With a config there are
-    ``--config``, ``--set`` and an option for each key; keys are listed below the options with default and meaning.
+    ``--config`` and ``--set``, and its keys are listed below the options with default and meaning.
     """
 
     def registered(execute: Callable) -> Callable:
@@ -45,14 +42,10 @@ def command(
             required = [option(f"--{key.replace('_', '-')}", required=True, help=text,
                                metavar="FILE" if key == "metrics" else "DIR")
                         for key, text in paths.items()]  # fmt: skip
-            for key, _ in _keys(config) if config else ():  # a command's own option takes the place of a key's
-                parser.add_argument(f"--{key.replace('_', '-')}", action=_Key, nargs="?", const="true", dest="set",
-                                    default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
             for names, settings in (*options, *required, *(values() if config else ())):
-                path = settings.get("metavar") in ("FILE", "DIR")  # of --output=~/x shells leave the ~
-                parser.add_argument(*names, **({"type": os.path.expanduser} if path else {}), **settings)
+                parser.add_argument(*names, **settings)
             if config:
-                lines = [*_describe(config), *([f"  ... {others}"] if others else [])]
+                lines = [f"  {key} {text}" for key, text in config.described()]
                 parser.epilog = "config keys (--set KEY=VALUE, or --KEY VALUE; default): meaning\n" + "\n".join(lines)
             parser.set_defaults(execute=execute)
 
@@ -62,37 +55,17 @@ def command(
     return registered
 
 
-class _Key(argparse.Action):
-    """``--key value`` as ``--set key=value``."""
-
-    def __call__(self, parser: Any, args: argparse.Namespace, value: Any, option: str | None = None) -> None:
-        args.set = [*args.set, f"{option.removeprefix('--').replace('-', '_')}={value}"]
-
-
-def _keys(config: type[Config] | type[Settings], prefix: str = "") -> Iterator[tuple[str, pydantic.fields.FieldInfo]]:
-    """Every key and its field, those of nested configs as ``a.b``."""
-    for name, field in (config.model_fields if issubclass(config, Config) else config.schema().model_fields).items():
-        yield prefix + name, field
-        if _is_config(field.annotation):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-
-
-def _is_config(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Config)
-
-
-def _describe(config: type[Config] | type[Settings]) -> Iterator[str]:
-    """A line for each key that is not a library's."""
-    for key, field in _keys(config):
-        if _is_config(field.annotation) or (
-            issubclass(config, Settings) and key.split(".")[0] not in own_fields(config)
-        ):
-            continue
-        default = "required" if field.is_required() else field.get_default(call_default_factory=True)
-        shown = default if isinstance(default, str) and default else repr(default)
-        if get_origin(field.annotation) is Literal:
-            shown = f"{'|'.join(get_args(field.annotation))}; {shown}"
-        yield f"  {key} ({shown}): {field.description}"
+def assignments(words: Sequence[str]) -> list[str]:
+    """``key=value`` of each ``--key value``, ``--key=value`` and ``--key``, which is true."""
+    words, found = list(words), []
+    while words:
+        key, equals, value = words.pop(0).partition("=")
+        if not key.startswith("--"):
+            raise ValueError(f"unrecognized argument: {key}")
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        found.append(f"{key[2:].replace('-', '_')}={value}")
+    return found
 
 
 def print_metrics(metrics: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ key. A capability that several methods share (`CAPABILITIES`) adds its fields in
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -125,6 +125,20 @@ class MethodConfig(Config):
         method = values.get("method", cls.model_fields["method"].default)
         capabilities = (name for name in CAPABILITIES if any(_belongs(key, name) for key in values))
         return _composed(cls.__dict__.get("base", cls), method, tuple(capabilities))
+
+    @classmethod
+    def described(cls, prefix: str = "") -> Iterator[tuple[str, str]]:
+        """As `Config.described`, with the settings of each method, and the methods that have one before its meaning."""
+        yield from super().described(prefix)
+        having: dict[tuple[str, str], list[str]] = {}
+        for method in METHODS:
+            if method != AUTO:
+                for line in import_object(METHODS[method].settings).described(prefix):
+                    having.setdefault(line, []).append(method)
+        for (name, text), methods in having.items():
+            yield name, f"[{', '.join(methods)}] {text}"
+        for path in CAPABILITIES.values():
+            yield from import_object(path).described(prefix)
 
     @classmethod
     def explain_unknown(cls, name: str) -> str:

@@ -14,11 +14,11 @@ from grade.memory.settings import StepConfig, TracedConfig
 from grade.memory.trace import Trace, trace
 
 BEYOND_TRACE = 605 * 2**20
-"""Bytes that a card holds beyond a trace, in the ten steps of Qwen3-4B on an H100 that ``docs/memory.md`` lists.
+"""Bytes that a card holds beyond a trace: 426 MiB of CUDA context, 179 MiB of workspaces and unused parts of blocks.
 
-179 MiB are workspaces and unused parts of the allocator's blocks. 426 MiB are the CUDA context, as ``nvidia-smi``
-showed for torch 2.10 with CUDA 13.0 on an RTX 6000 Ada (unslothai/unsloth-zoo, pull request 1053); it differs from card
-to card."""
+``nvidia-smi`` showed the first for torch 2.10 with CUDA 13.0 on an RTX 6000 Ada (unslothai/unsloth-zoo, pull request
+1053); it differs from card to card. The second is a little more than replay and policy gradients took on an H100
+(``docs/memory.md``, On a GPU)."""
 
 _LARGEST = 4096  # where the search for a batch ends
 _SIZE = TypeAdapter(Annotated[ByteSize, Field(gt=0)])

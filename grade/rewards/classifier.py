@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,22 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
-from grade.errors import InputError, file_error, reading
-from grade.files import require_source
+from grade.errors import InputError
 from grade.models.backbone import errors_only
 from grade.models.head import EmbeddingTable, wide
 from grade.models.prompts import PromptBatch, padded, position_ids, readable, special_tokens
 from grade.rewards.base import Reward, RewardScope
-from grade.rewards.functions import Message, Texts, decode_texts
+from grade.rewards.functions import Texts, decode_texts
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 BATCH_ROWS = 64
-_UNLIMITED = 10**9
-"""Limit of a tokenizer that has none; transformers gives it a larger number."""
 _BUFFERS = ("position_ids", "inv_freq", "masked_bias")
 """Ends of names that older versions of transformers wrote and that hold no weights."""
 
@@ -57,19 +53,14 @@ def classifier_reward(
     label = None
     if isinstance(model, str):
         source, _, label = model.rpartition("@") if "@" in Path(model).name else (model, "", None)
-        model, own = load_classifier(source, backbone.device)
-        tokenizer = tokenizer or own
-    model, source = model.to(backbone.device), getattr(model.config, "_name_or_path", "")
+        model = load_classifier(source)
+    model, source = model.to(backbone.device), model.config._name_or_path
     if model.base_model is model:
         raise InputError("reward", type(model).__name__, "a model with labels, as AutoModelForSequenceClassification's")
-    if tokenizer is None:
-        if not source:
-            raise InputError("reward_processing_classes", None, "the tokenizer of a classifier given as an object")
-        tokenizer = load_tokenizer(source)
     name = source.rstrip("/").split("/")[-1] or type(model).__name__
-    reward = TextClassifier(model, tokenizer, label, scope, name)
+    reward = TextClassifier(model, tokenizer or load_tokenizer(source), label, scope, name)
     try:
-        return EmbeddedClassifier(model, tokenizer, backbone, label, scope, name)
+        return EmbeddedClassifier(model, reward.tokenizer, backbone, label, scope, name)
     except InputError as error:  # another vocabulary, or embeddings that it reads unlike ids
         reward.no_gradient = str(error.value)
         return reward
@@ -98,71 +89,61 @@ class TextClassifier(Reward):
         self.model, self.tokenizer = model.requires_grad_(False).eval(), tokenizer
         self.scope, self.name = scope, name
         labels = {str(text): int(index) for index, text in model.config.id2label.items()}
-        if label not in labels and (label is not None or model.config.num_labels > 1):
-            allowed = f"one of {', '.join(labels)}, as in hf:{name}@{next(iter(labels))}"
-            raise InputError(f"reward {name!r}: label", label, allowed)
+        if label not in labels and (label is not None or len(labels) > 1):
+            raise InputError(f"reward {name!r}: label", label, f"one of {', '.join(labels)}, as in hf:{name}@LABEL")
         self.column = labels.get(label, 0)
 
     @property
     def limit(self) -> int:
         """The most tokens that it reads."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
+        most = self.tokenizer.model_max_length  # a huge number for a tokenizer without a limit
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or most
         table = getattr(getattr(self.model.base_model, "embeddings", None), "position_embeddings", None)
         if getattr(table, "padding_idx", None) is not None:
             positions -= table.padding_idx + 1  # RoBERTa and its kin count from there
-        return min(positions, getattr(self.tokenizer, "model_max_length", _UNLIMITED), _UNLIMITED)
+        return min(positions, most)
 
     def value(self, logits: Tensor) -> Tensor:
         """Rewards [B] of the classifier's logits [B, labels], float32 (float64 for a float64 classifier)."""
         logits, kind = logits.to(wide(logits.dtype)), self.model.config.problem_type
-        if logits.shape[1] == 1 or kind == "regression":
-            return logits[:, self.column]
-        if kind == "multi_label_classification":
-            return logits[:, self.column].sigmoid()
-        return logits.softmax(-1)[:, self.column]
+        if kind == "multi_label_classification" and logits.shape[1] > 1:
+            logits = logits.sigmoid()
+        elif kind != "regression" and logits.shape[1] > 1:
+            logits = logits.softmax(-1)
+        return logits[:, self.column]
 
     @torch.no_grad()
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B] of completions [B, T]; an error names the row whose text is too long or cannot be rendered."""
-        texts = decode_texts(policy.tokenizer, prompts, ids, mask)
-        rows = self._encode(texts)
-        for row, tokens in enumerate(rows):
-            self.check_length(len(tokens), row)
+        """Rewards [B] of completions [B, T]; an error names the row whose text is too long."""
+        rows = self._encode(decode_texts(policy.tokenizer, prompts, ids, mask))
+        self.check_lengths([len(tokens) for tokens in rows])
         return self.value(self.logits(rows)).to(ids.device)
 
-    def check_length(self, tokens: int, row: int) -> None:
-        """Reject a text of more tokens than the classifier reads."""
-        if tokens > self.limit:
+    def check_lengths(self, lengths: list[int]) -> None:
+        """Reject a text of more tokens than the classifier reads: decoders would read on, and score it wrong."""
+        if max(lengths) > self.limit:
             allowed = f"at most {self.limit}: shorten prompts or completions, or score the completion only"
-            raise InputError(f"reward {self.name!r}, row {row}: tokens", tokens, allowed)
+            row = lengths.index(max(lengths))
+            raise InputError(f"reward {self.name!r}, row {row}: tokens", lengths[row], allowed)
 
     def _encode(self, texts: Texts) -> list[list[int]]:
-        whole = self.scope == "prompt_and_completion"
-        pairs = list(zip(texts.prompts, texts.completions, strict=True))
-        if isinstance(texts.completions[0], str):
-            plain = [prompt + completion if whole else completion for prompt, completion in pairs]
-            rows = self.tokenizer(plain)["input_ids"]
-        else:
-            chats = [[*prompt, *completion] if whole else completion for prompt, completion in pairs]
-            rendered = [self._render(row, chat) for row, chat in enumerate(chats)]
-            rows = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        return [row or [0 if end is None else end] for row in rows]  # nothing but the end
-
-    def _render(self, row: int, chat: Sequence[Message]) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(readable(self.tokenizer, chat), tokenize=False)
-        except Exception as error:  # no template, or one that refuses: jinja has classes of its own
-            allowed = f"a classifier whose tokenizer has a chat template for them ({file_error(error)})"
-            raise InputError(f"reward {self.name!r}, row {row}: messages", list(chat)[-1], allowed) from None
+        rows = texts.completions
+        if self.scope == "prompt_and_completion":
+            rows = [prompt + completion for prompt, completion in zip(texts.prompts, rows, strict=True)]
+        plain = isinstance(rows[0], str)
+        if not plain:
+            chats = [readable(self.tokenizer, chat) for chat in rows]
+            rows = [self.tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+        end = self.tokenizer.eos_token_id or 0
+        encoded = self.tokenizer(rows, add_special_tokens=plain)["input_ids"]
+        return [row or [end] for row in encoded]  # nothing but the end
 
     def logits(self, rows: list[list[int]]) -> Tensor:
         """Logits [B, labels] of rows of ids, `BATCH_ROWS` at a time, or without a padding token one at a time."""
-        device, padding = self.model.device, self.model.config.get_text_config().pad_token_id
-        if padding is None:
-            return torch.cat([self.model(input_ids=torch.tensor([row], device=device)).logits for row in rows])
-        batches = (rows[start : start + BATCH_ROWS] for start in range(0, len(rows), BATCH_ROWS))
-        pairs = (padded(batch, padding, device=device) for batch in batches)
+        padding = self.model.config.get_text_config().pad_token_id
+        size = 1 if padding is None else BATCH_ROWS
+        batches = (rows[start : start + size] for start in range(0, len(rows), size))
+        pairs = (padded(batch, padding or 0, device=self.model.device) for batch in batches)
         return torch.cat([self.model(input_ids=ids, attention_mask=mask).logits for ids, mask in pairs])
 
 
@@ -186,11 +167,11 @@ class EmbeddedClassifier(TextClassifier):
         name: str = "classifier",
     ) -> None:
         super().__init__(model, tokenizer, label, scope, name)
-        why = _why_other_vocabulary(tokenizer, backbone.tokenizer)
-        if why:
-            raise InputError(f"reward {name!r}", why, "for a differentiable reward the policy's own vocabulary")
-        own = EmbeddingTable.of(model.get_input_embeddings())
-        self.reads = replace(own, weight=_rows(own.weight, backbone.vocab_size))
+        if backbone.tokenizer is None or tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
+            allowed = "for a differentiable reward the policy's own vocabulary"
+            raise InputError(f"reward {name!r}", "a classifier with another vocabulary", allowed)
+        table = EmbeddingTable.of(model.get_input_embeddings())
+        self.reads = replace(table, weight=_rows(table.weight, backbone.vocab_size))
         prefix, suffix = special_tokens(tokenizer)
         self.prefix = torch.tensor(prefix if scope == "completion" else [], dtype=torch.long, device=model.device)
         self.suffix = torch.tensor(suffix, dtype=torch.long, device=model.device)
@@ -203,25 +184,12 @@ class EmbeddedClassifier(TextClassifier):
         rows = torch.cat([ends[0], rows, ends[1]], 1)
         mask = F.pad(mask, (len(self.prefix), len(self.suffix)), value=1)
         if mask.shape[1] > self.limit:
-            counts = mask.sum(1)
-            self.check_length(int(counts.max()), int(counts.argmax()))
+            self.check_lengths(mask.sum(1).tolist())
             rows, mask = (part[:, : self.limit] for part in _moved(rows, mask, left=False))
         with _any_batch(self.model):
             return self.value(_logits(self.model, rows, mask, self.left))
 
     score = Reward.score  # by ids: what `differentiable` gives for hard tokens
-
-
-def _why_other_vocabulary(tokenizer: Any, policy_tokenizer: Any) -> str | None:
-    """Why a classifier's token ids do not mean what the policy's mean; None if they do."""
-    if policy_tokenizer is None:
-        return "a classifier for a policy without a tokenizer: vocabularies cannot be compared"
-    own, policy = tokenizer.get_vocab(), policy_tokenizer.get_vocab()
-    if own == policy:
-        return None
-    token = min((set(own.items()) ^ set(policy.items())), key=lambda pair: (pair[1], pair[0]))[0]
-    first = f"{token!r} is {own.get(token, 'unknown')} here and {policy.get(token, 'unknown')} there"
-    return f"a classifier with another vocabulary ({len(own)} tokens, the policy has {len(policy)}; {first})"
 
 
 def _rows(weight: Tensor, vocab_size: int) -> Tensor:
@@ -280,21 +248,17 @@ def _checked_side(model: PreTrainedModel, table: EmbeddingTable, tokens: int, na
     raise InputError(f"reward {name!r}", reason, "a classifier that reads inputs_embeds as it reads input_ids")
 
 
-def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[PreTrainedModel, Any]:
-    """A classifier of a folder or hub id, and its tokenizer: safetensors only, no remote code.
+def load_classifier(source: str) -> PreTrainedModel:
+    """A classifier of a folder or hub id: safetensors only, no remote code.
 
     A model without weights for the labels, or with weights that have no place in its trunk, is refused: it would score
     with random ones.
     """
-    allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
-    require_source("reward", source, allowed)
-    logging.disable_progress_bar()
-    with reading("reward", source, allowed), errors_only():
+    with errors_only():
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
-    tokenizer = load_tokenizer(source)
     missing = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if missing:
         raise InputError("reward", source, f"a trained classifier: it has no weights for {', '.join(missing[:3])}")
@@ -302,15 +266,12 @@ def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[Pr
     unread = sorted(key for key in info["unexpected_keys"] if key.startswith(trunk) and not key.endswith(_BUFFERS))
     if unread:
         raise InputError("reward", source, f"a classifier whose config has a place for {', '.join(unread[:3])}")
-    return model.to(device), tokenizer
+    return model
 
 
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of a classifier."""
-    allowed = "a classifier with its tokenizer, or a processing class for it"
-    require_source("reward: tokenizer", source, allowed)
-    with reading("reward: tokenizer", source, allowed):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without any
-        raise InputError("reward: tokenizer", source, f"{allowed} (its files are missing)")
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False) if source else ()
+    if not source or len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' of a folder without its files
+        raise InputError("reward: tokenizer", source, "a classifier with its tokenizer, or reward_processing_classes")
     return tokenizer

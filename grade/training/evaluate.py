@@ -52,14 +52,11 @@ class Evaluation:
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("reward", "gold", "kl"):
-            values = getattr(self, name)
-            if name == "reward" and self.parts:
-                values = values[~np.isnan(list(self.parts.values())).all(0)]
+        scored = ~np.isnan(list(self.parts.values())).all(0) if self.parts else slice(None)
+        for name, values in (("reward", self.reward[scored]), ("kl", self.kl)):
             bad = values[~np.isfinite(values)]
-            if len(bad) and not (name == "gold" and np.isnan(values).all()):  # no judge
-                allowed = f"finite numbers in an evaluation; {len(bad)} of {len(values)} are not"
-                raise InputError(name, float(bad[0]), allowed)
+            if len(bad):
+                raise InputError(name, float(bad[0]), f"finite numbers; {len(bad)} of {len(values)} are not")
 
     def metrics(self) -> dict[str, float | int]:
         """Flat metrics ``val/...``: mean, standard error and n."""
@@ -155,15 +152,13 @@ def evaluate(
         The values, prompt by prompt, on every process.
 
     Raises:
-        InputError: If there are no prompts; if logits, a reward, the judge's score or a KL are not finite.
+        InputError: If logits, a reward or a KL are not finite.
     """
     if encode is None:
         encode = partial(
             encode_examples, backbone.tokenizer, max_prompt_length=max_prompt_tokens, truncation="right", warn_raw=False
         )
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
-    if isinstance(prompts, str) or not rows:
-        raise InputError("prompts", prompts, "a list of texts, or of rows with a prompt")
     objective = Objective(reward_model, scope=scope)
     generator = torch.Generator(backbone.device).manual_seed(seed)
     noise = NoiseBlocks(generator, len(rows), backbone.vocab_size, max_new_tokens, noise_block)
@@ -182,8 +177,6 @@ def evaluate(
         gold = np.full(len(after), np.nan)
         if judge is not None:
             gold = judge.score([p + c for p, c in zip(before, after, strict=True)])
-            if np.isnan(gold).all():  # as without a judge
-                raise InputError("gold", float("nan"), "a judge that scores texts")
         kl, kl_max, with_kl = np.zeros(0), 0.0, min(len(after), kl_prompts - start)
         if backbone.anywhere(with_kl > 0):
             first = slice(0, max(with_kl, 1))

@@ -35,11 +35,11 @@ METHOD_FIGURES = (
     "sampler/largest_difference",
 )  # fmt: skip
 """Those that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
-_OWN = {
+_RESERVED = {
     "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "step", "step_time", "seconds", "epoch", "num_samples"},
     "log_extra": {"prompt", "completion", "reward"},
 }
-"""Names that functions cannot log by."""
+"""Names by which reward functions cannot log."""
 RENAMED = {
     "completions/mean_length": "length", "sampler/mean_ratio": "sampler_mean_ratio",
     "sampler/largest_difference": "sampler_largest_difference",
@@ -78,14 +78,14 @@ class LogBuffer:
         if scores is not None:
             for field, logged in (("log_metric", scores.metrics), ("log_extra", scores.columns)):
                 for name in logged:
-                    if name in _OWN[field] or name.startswith("rewards/"):
+                    if name in _RESERVED[field] or name.startswith("rewards/"):
                         raise InputError(field, name, "another name: the trainer logs its own by this one")
             parts, columns = scores.values, scores.columns
             for name, values in parts.items():
-                given = values[~values.isnan()]
-                if len(given):
-                    std = given.std(correction=0)
-                    self.add({f"rewards/{name}/mean": given.mean(), f"rewards/{name}/std": std})
+                scored = values[~values.isnan()]
+                if len(scored):
+                    std = scored.std(correction=0)
+                    self.add({f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": std})
             self.add({f"rewards/{name}/seconds": seconds for name, seconds in scores.seconds.items()})
             self.add({name: sum(values) / len(values) for name, values in scores.metrics.items()})
         if self.tokenizer is not None:

@@ -334,6 +334,11 @@ class GradeTrainer:
         self.seconds += time.perf_counter() - start
 
     @property
+    def model(self) -> PeftModel:
+        """The policy as PEFT's model."""
+        return self.backbone.peft
+
+    @property
     def text_steps(self) -> int:
         """Steps along texts, before those with own completions."""
         return 0 if self.texts is None else self.texts.steps

@@ -1,4 +1,4 @@
-"""The entrance: public names import, a closed pipe ends quietly, and an error names where its value comes from."""
+"""The entrance: public names import, options reach the config, and bad input is one line."""
 
 import os
 import re
@@ -51,34 +51,9 @@ def test_the_wheel_is_the_library_and_runs_the_readme_without_a_checkout(tmp_pat
     (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     trained = run("-c", snippet + "\nimport grade\nprint(grade.__file__)")
     assert trained.returncode == 0 and trained.stdout.endswith(f"{installed}/grade/__init__.py\n"), trained.stderr
-    for words in ("show runs/short --html run.html", "merge runs/short runs/short-merged"):
+    for words in ("show runs/short", "merge runs/short runs/short-merged"):
         done = run("-m", "grade", *words.split())
-        assert done.returncode == 0 and done.stdout and not done.stderr, (words, done.stderr)
-    checkout = run("-m", "grade", "measure", "exp4")
-    assert checkout.returncode == 2 and checkout.stderr.startswith("grade measure: needs a checkout")
-
-
-def test_a_reader_that_leaves_ends_the_command_quietly():
-    command = [sys.executable, "-m", "grade", "env"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()  # before anything is written
-        assert process.stderr.read() == b""
-        assert process.wait() == 141
-
-
-def test_output_to_a_full_disk_is_one_line():
-    command, buffered = f"{sys.executable} -m grade env > /dev/full", {**os.environ, "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(command, shell=True, env=buffered, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and done.stderr == "grade: stdout: No space left on device\n"
-
-
-@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", ""])
-def test_a_closed_stream_and_one_that_is_not_utf8_are_no_error(closed, tmp_path):
-    (tmp_path / "run.json").write_text('{"settings": {"reward": "\\u00fc"}}')
-    command = f"{sys.executable} -m grade show {tmp_path} {closed}"
-    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    done = subprocess.run(command, shell=True, env=plain, capture_output=True)
-    assert done.returncode == 0 and not done.stderr and (closed or rb"\xfc" in done.stdout)
+        assert done.returncode == 0 and done.stdout, (words, done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +62,6 @@ def test_a_closed_stream_and_one_that_is_not_utf8_are_no_error(closed, tmp_path)
         (["--set", "repetitions=x"], "grade measure: repetitions: got 'x'"),
         (["--set", "etas=[x]"], "grade measure: etas.0: got 'x'"),
         (["--config", "FILE"], "grade measure: bad.yaml: repetitions: got 'y'"),
-        (["--config", "FILE", "--set", "repetitions=x"], "grade measure: repetitions: got 'x'"),
     ],
 )
 def test_an_error_names_where_the_value_comes_from(options, message, tmp_path, capsys):
@@ -97,33 +71,32 @@ def test_an_error_names_where_the_value_comes_from(options, message, tmp_path, c
     assert capsys.readouterr().err.startswith(message)
 
 
-@pytest.mark.parametrize("command", ["train", "memory"])
-def test_a_config_may_come_from_a_pipe(command, tmp_path, capsys):
-    reader, writer = os.pipe()
-    os.write(writer, b"max_grad_norm: -1\n" if command == "train" else b"batch_size: 0\n")
-    os.close(writer)
-    out = ["--output-dir", str(tmp_path / "x")] if command == "train" else ["--model", "tiny"]
-    assert main([command, *out, "--config", f"/dev/fd/{reader}"]) == 2
-    os.close(reader)
-    name = "max_grad_norm: got -1" if command == "train" else "batch_size: got 0"
-    assert capsys.readouterr().err.startswith(f"grade {command}: {reader}: {name}")
-
-
-def test_the_last_option_counts(capsys):
-    assert main(["memory", "--model", "tiny", "--set", "batch_size=1", "--batch-size", "0"]) == 2
-    assert capsys.readouterr().err.startswith("grade memory: batch_size: got 0")
-
-
 @pytest.mark.parametrize(
     "words, values",
     [("--learning_rate 1e-3", ["learning_rate=1e-3"]), ("--learning-rate=1e-3", ["learning_rate=1e-3"]),
-     ("--set beta=1 --lora.r 3 --use_cpu --beta -0.5", ["beta=1", "lora.r=3", "use_cpu=true", "beta=-0.5"])],
+     ("--lora.r 3 --set beta=1 --use_cpu --beta -0.5", ["beta=1", "lora.r=3", "use_cpu=true", "beta=-0.5"])],
 )  # fmt: skip
 def test_a_key_may_be_written_as_an_option(words, values):
     args = parse(f"train --output_dir out {words}".split())
     assert args.set == values and args.output_dir == "out"
 
 
-def test_an_output_folder_may_have_any_name(tmp_path, capsys):
-    assert main(["train", "--output-dir", str(tmp_path / "out😀"), "--set", "model=nowhere"]) == 2
-    assert "backbone: got 'nowhere'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words, message",
+    [("train --output-dir x --lerning_rate 1", "grade train: lerning_rate: got .*did you mean 'learning_rate'"),
+     ("train --output-dir x --config no.yaml", "grade train: .*no.yaml"),
+     ("train --output-dir x --model nowhere", "grade train: .*got 'nowhere'"),
+     ("evaluate --model BASE --adapter no --eval_dataset BASE/rows.jsonl", "grade evaluate: .*no.*adapter_config.json"),
+     ("train --output-dir x --model BASE --reward BASE/r.py:fails", "grade train: .*mistaken"),
+     ("show no/run", "grade show: .*no/run/history.csv"), ("train --output-dir x stray", "grade train: .*stray")],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_toy_base(tmp_path / "BASE")
+    (tmp_path / "BASE" / "rows.jsonl").write_text('{"prompt": "The film was"}\n' * 8)
+    (tmp_path / "BASE" / "r.py").write_text("def fails(completions, **_):\n    raise KeyError('mistaken')\n")
+    data = " --train_dataset BASE/rows.jsonl --use_cpu --gold= --raw_prompts --max_completion_length 4 --method rloo"
+    data += "" if "eval_dataset" in words else " --eval_dataset="
+    assert main((words + data * (words[0] in "te")).split()) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grade")]
+    assert re.match(message, line), line

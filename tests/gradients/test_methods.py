@@ -1,23 +1,52 @@
-"""Methods by name: which settings they read, and the temperature of a step."""
+"""Methods by name: each has settings of its own."""
 
 import pytest
 
 from grade.errors import InputError
-from grade.gradients.methods import METHODS, OPTIONS, MethodConfig, reads
+from grade.gradients.methods import METHODS, TEACHER, MethodConfig
+from grade.gradients.policy_gradient import POLICY_GRADIENT_METHODS
+
+OWN = {"hops": 3, "residual_weight": 0.5, "epsilon": 0.1, "gamma": 0.9, "baseline_momentum": 0.5}
+HAVING = {
+    "hops": lambda m: m in METHODS and m not in (*POLICY_GRADIENT_METHODS, "distilled", "offline", TEACHER, "auto")
+    and not m.endswith("_legacy"),
+    "residual_weight": lambda m: m in ("distilled", "auto"),
+    "epsilon": lambda m: m in ("grpo", "ppo", "auto"),
+    "gamma": lambda m: m == "ppo",
+    "baseline_momentum": lambda m: m == "reinforce",
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_setting_that_a_method_does_not_read_is_refused(method):
-    other = {"hops": 3, "rao_draws": 2, "residual_weight": 0.5, "epsilon": 0.1, "gamma": 0.9, "baseline_momentum": 0.5}
-    for option, value in other.items():
-        if reads(method, option):
-            assert getattr(MethodConfig(method=method, **{option: value}), option) == value
+def test_a_setting_that_a_method_does_not_have_is_refused_and_left_out_of_a_shared_file(method):
+    for name, value in OWN.items():
+        if HAVING[name](method):
+            assert getattr(MethodConfig(method=method, **{name: value}), name) == value
         else:
-            with pytest.raises(InputError, match=f"{option}: got {value}; allowed: only with {OPTIONS[option][0]}"):
-                MethodConfig(method=method, **{option: value})
-    kept = MethodConfig.values_for(method, other | {"max_completion_length": 7})
-    assert kept["method"] == method and kept["max_completion_length"] == 7
-    assert {name for name in other if name in kept} == {name for name in other if reads(method, name)}
+            with pytest.raises(InputError, match=f"{name}: got '{name}'; allowed: a setting of this method: only "):
+                MethodConfig(method=method, **{name: value})
+    kept = MethodConfig.values_for(method, OWN | {"max_completion_length": 7, "unknown": 1})
+    assert kept.keys() == {name for name in OWN if HAVING[name](method)} | {"method", "max_completion_length", "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"method": "stee"}, "method: got 'stee'; allowed: .*did you mean 'ste'"),
+     ({"method": "grpo", "epsilonn": 1}, "epsilonn: got 'epsilonn'; allowed: a known key .did you mean 'epsilon'"),
+     ({"method": "grpo", "epsilon": "a"}, "epsilon: got 'a'; allowed: a valid number"),
+     ({"method": "grpo", "num_generations": 1}, "num_generations: got 1; allowed: greater than or equal to 2"),
+     ({"min_completion_length": 9, "max_completion_length": 8}, "min_completion_length: got 9; allowed: at most"),
+     ({"method": "distilled", "distil_window": 8}, "distil_window: got 8; allowed: at least 16")],
+)  # fmt: skip
+def test_bad_values_are_one_line(values, message):
+    with pytest.raises(InputError, match=message):
+        MethodConfig(**values)
+
+
+def test_a_config_can_be_made_again_with_other_values():
+    config = MethodConfig(method="auto", num_generations=4)
+    changed = config.replace(method="grpo", epsilon=0.1)
+    assert (changed.method, changed.num_generations, changed.epsilon, config.method) == ("grpo", 4, 0.1, "auto")
 
 
 @pytest.mark.parametrize(("end", "steps", "tau"), [(None, 0, 0.5), (0.5, 0, 0.5), (1.0, 4, 0.75)])

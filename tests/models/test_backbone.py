@@ -30,7 +30,6 @@ from grade.gradients.rollout import sample
 from grade.gradients.unrolled import unrolled
 from grade.models.backbone import Backbone
 from grade.models.sampling import generate
-from grade.rewards.classifier import load_classifier
 
 COMMON = dict(
     vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -172,10 +171,9 @@ def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
 def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model").mkdir()
-    for load in (Backbone.load, load_classifier):
-        with pytest.raises(InputError, match="no folder .*; a hub id is owner/name") as caught:
-            load(name)
-        assert hint in str(caught.value)
+    with pytest.raises(InputError, match="no folder .*; a hub id is owner/name") as caught:
+        Backbone.load(name)
+    assert hint in str(caught.value)
 
 
 def test_an_owner_and_a_name_are_asked_of_the_hub():

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from grade.data.tiny_lm import train_tokenizer
 from grade.errors import InputError
 from grade.models.prompts import PromptBatch
-from grade.rewards.classifier import TextClassifier, load_classifier
+from grade.rewards.classifier import TextClassifier, load_classifier, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def chat(content="hello"):
     return PromptBatch(one, one, ({"prompt": messages},) * 2)
 
 
-def test_messages_go_through_its_own_template_without_more_special_tokens(make_classifier, policy, tokenizer, other):
+def test_messages_go_through_its_own_template_without_more_special_tokens(make_classifier, policy, tokenizer):
     model, ids = make_classifier("bert"), torch.tensor([[70, 71, 72], [73, 0, 1]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     own = train_tokenizer(["Words that no film review holds"], 290)
@@ -73,8 +73,6 @@ def test_messages_go_through_its_own_template_without_more_special_tokens(make_c
         for content in ("hello", [{"type": "text", "text": "hello"}]):
             got = TextClassifier(model, own, scope=scope).score(policy, chat(content), ids, mask)
             assert_close(got, want)
-    with pytest.raises(InputError, match="row 0: messages.*chat template"):
-        TextClassifier(model, other).score(policy, chat(), ids, mask)
 
 
 def test_an_empty_completion_is_read_as_its_end(make_classifier, policy, tokenizer):
@@ -117,16 +115,6 @@ def base_model(folder, policy, tokenizer):
     tokenizer.save_pretrained(folder)
 
 
-def no_tokenizer(folder, policy, tokenizer):
-    sizes = dict(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(folder)
-
-
-def pickled(folder, policy, tokenizer):
-    base_model(folder, policy, tokenizer)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def fewer_layers(folder, policy, tokenizer):
     """A config that leaves a layer of the file out."""
     sizes = dict(vocab_size=300, hidden_size=8, num_attention_heads=2, intermediate_size=8)
@@ -140,12 +128,22 @@ def fewer_layers(folder, policy, tokenizer):
     [
         (fewer_layers, r"a classifier whose config has a place for bert.encoder.layer.1"),
         (base_model, "a trained classifier: it has no weights for score.weight"),
-        (no_tokenizer, "reward: tokenizer.*files are missing"),
-        (pickled, "safetensors"),
-        (lambda *_: None, "a sequence classifier"),
     ],
 )
 def test_what_is_no_classifier_is_refused(tmp_path, write, match, policy, tokenizer):
     write(tmp_path, policy, tokenizer)
     with pytest.raises(InputError, match=match):
+        load_classifier(str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, make_classifier):
+    make_classifier("bert").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="reward: tokenizer: got .*a classifier with its tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_nothing_pickled_is_loaded(tmp_path, make_classifier):
+    make_classifier("bert").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
         load_classifier(str(tmp_path))

@@ -45,12 +45,11 @@ def toy_project(root: Path) -> dict:
 
 def settings(method: str, common: dict, output: Path) -> TrainConfig:
     """A run of a method; with several updates a step where it has them."""
-    fields = TrainConfig.kind({"method": method}).model_fields
-    own = {"gumbel_topk": 16} if "gumbel_topk" in fields else {}
-    own |= {"num_generations": 4} if "num_generations" in fields and method not in ("reinforce", "remax", "ppo") else {}
-    own |= {"passes_per_step": 2} if method in ("grpo", "ppo") else {}
-    own |= {"texts": str(Path(common["train_dataset"]).with_name("texts.jsonl"))} if method == OFFLINE else {}
-    return TrainConfig.parse(common | own | {"method": method, "output_dir": str(output)})
+    own = {"gumbel_topk": 16, "num_generations": 4, "passes_per_step": 2}
+    if method == OFFLINE:
+        own["texts"] = str(Path(common["train_dataset"]).with_name("texts.jsonl"))
+    values = TrainConfig.values_for(method, common | own)
+    return TrainConfig.parse(values | {"output_dir": str(output)})
 
 
 def in_child(work) -> int:

@@ -1,6 +1,5 @@
 """NaN and infinity end a run or an evaluation with one line."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,8 +23,8 @@ def task():
     return toy_task()
 
 
-def evaluated(task, reward=None, judge=None):
-    return evaluate(task.backbone, task.validation_prompts[:8], reward or task.reward_model, judge, **LENGTHS)
+def evaluated(task, reward=None):
+    return evaluate(task.backbone, task.validation_prompts[:8], reward or task.reward_model, **LENGTHS)
 
 
 def with_value(value):
@@ -45,13 +44,7 @@ def test_a_reward_that_is_no_number_ends_an_evaluation(task, value):
         evaluated(task, with_value(value))
 
 
-def test_so_does_a_kl_or_a_judges_score(task, monkeypatch):
-    class Judge:
-        def score(self, texts):
-            return np.full(len(texts), np.nan)
-
-    with pytest.raises(InputError, match="gold: got nan"):
-        evaluated(task, judge=Judge())
+def test_so_does_a_kl(task, monkeypatch):
     real = evaluation.sequence_kl
     monkeypatch.setattr(evaluation, "sequence_kl", lambda *args: real(*args) + torch.tensor(float("inf")))
     with pytest.raises(InputError, match="kl: got inf"):

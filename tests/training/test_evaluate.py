@@ -5,7 +5,6 @@ import torch
 from conftest import perturb_adapter
 
 from grade import encode_prompts, evaluate, generate
-from grade.errors import InputError
 from grade.gradients.objective import sequence_mean
 from grade.models.prompts import decode
 from grade.models.scoring import sequence_kl
@@ -53,9 +52,3 @@ def test_batches_change_nothing_and_kl_is_of_the_first_prompts_alone(task, evalu
     assert other.completions == evaluation.completions
     assert len(other.kl) == changes.get("kl_prompts", 7)
     assert other.kl == pytest.approx(evaluation.kl[: len(other.kl)], abs=1e-6)
-
-
-@pytest.mark.parametrize("prompts", ["The film was", []])
-def test_prompts_are_a_list_with_at_least_one(task, prompts):
-    with pytest.raises(InputError, match="prompts: got .*; allowed: a list of texts, or of rows with a prompt"):
-        evaluate(task.backbone, prompts, task.reward_model)

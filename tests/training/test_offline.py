@@ -10,7 +10,7 @@ from grade.errors import InputError
 from grade.models.scoring import sequence_kl
 from grade.training.config import GradeConfig
 from grade.training.toy import toy_reviews, toy_task
-from grade.training.trainer import GradeTrainer
+from grade.training.loop import GradeTrainer
 
 TEXTS = [{"text": review.text} for review in toy_reviews(200, seed=7)]
 

@@ -5,11 +5,10 @@ import contextlib
 from pathlib import Path
 
 from grade.cli.options import command, option
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.experiments import claims, headline, report
 from grade.files import write_text
-from grade.pipeline.profiles import DEFAULT_PROFILE, publish, suite_values, workspace_of
-from grade.pipeline.schedule import run
+from grade.pipeline.profiles import DEFAULT_PROFILE, publish, repro, suite_values, workspace_of
 from grade.results import write_metrics
 
 WHOSE = "whose results (default: cpu)"
@@ -19,25 +18,15 @@ WHOSE = "whose results (default: cpu)"
     "repro",
     option("profile", nargs="?", default=DEFAULT_PROFILE, help="folder under params/ (default: cpu)"),
     option("stages", nargs="*", help="stages to bring up to date, with all that they need (default: all)"),
-    option("--jobs", type=int, help="stages at once (default: as in the profile's suite.yaml)"),
-    option("--force", action="store_true", help="run stages that are up to date as well"),
-    option("--dry", action="store_true", help="only say what would run"),
 )
 def _repro(args: argparse.Namespace) -> None:
-    code = run(Path.cwd(), args.profile, args.stages, args.jobs, args.force, args.dry)
-    if code:
+    if code := repro(Path.cwd(), args.profile, args.stages):
         raise SystemExit(code)
-    workspace = workspace_of(Path.cwd(), args.profile)
-    outputs = suite_values(Path(), args.profile)["outputs"]
-    if args.stages or args.dry or not (workspace / outputs / "README.md").is_file():
-        return
-    try:
-        print(_checked(args.profile, "HEAD")[0])
-    except InputError as error:  # nothing published to hold it against
-        print(error)
-    place = f".workspaces/{args.profile}/{outputs}"
-    print(f"Every table: {place}/README.md. Every claim: {place}/claims.md. The notebooks: {place}/*/*.ipynb.")
-    print(f"To put them into {outputs}/: grade publish {args.profile}")
+    if not args.stages:
+        with contextlib.suppress(InputError):  # nothing published to hold it against
+            print(_checked(args.profile, "HEAD")[0])
+        place = workspace_of(Path.cwd(), args.profile) / suite_values(Path(), args.profile)["outputs"]
+        print(f"Every table: {place}/README.md. To put them into the checkout: grade publish {args.profile}")
 
 
 @command("results", option("--profile", default=DEFAULT_PROFILE, help=WHOSE))
@@ -49,8 +38,7 @@ def _results(args: argparse.Namespace) -> None:
         raise InputError("--profile", args.profile, f"a profile with results in {outputs}: grade repro makes them")
     rows = report.join_claims(outputs, notebooks)
     counts = claims.verdict_counts(rows)
-    with reading("results", outputs, "results as the pipeline wrote them"):
-        page, figures = report.report(outputs, args.profile, notebooks), headline.headline(outputs)
+    page, figures = report.report(outputs, args.profile, notebooks), headline.headline(outputs)
     title = "# Claims of the source documents and verdicts"
     claims.write_claims(outputs / "claims.csv", rows)
     write_text(outputs / "claims.md", f"{title}\n\n{counts}\n{claims.to_markdown(rows)}")

@@ -47,7 +47,8 @@ def length(completions, **_):
 
 
 def trainer(model, output, reward=length, dataset=PROMPTS, held_out=None, callbacks=None, peft_config=None, **changes):
-    args = GradeConfig(output_dir=str(output), **{**SMALL, **changes})
+    values = GradeConfig.values_for(changes.get("method", SMALL["method"]), {**SMALL, **changes})
+    args = GradeConfig(output_dir=str(output), **values)
     return GradeTrainer(
         model, reward, args, train_dataset=dataset, eval_dataset=held_out, callbacks=callbacks, peft_config=peft_config
     )
@@ -81,23 +82,10 @@ def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path, cap
 
 def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     trainer(base, tmp_path, save_steps=1).train()
-    for name, value in {"seed": 7, "optim": "sgd"}.items():
+    for name, value in {"seed": 7, "weight_decay": 0.5}.items():
         with pytest.raises(InputError, match=f"{name}: got .*, as in .*checkpoint-1"):
             made = trainer(base, tmp_path, save_steps=1, **{name: value})
             made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_a_run_without_an_end_begins_at_once(base, tmp_path):
-    class Once(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = True
-
-    made = trainer(base, tmp_path, max_steps=10**12, save_strategy="no")
-    made.add_callback(Once)
-    made.train()
-    assert made.state.global_step == 1
-    with pytest.raises(InputError, match="max_steps: got"):
-        trainer(base, tmp_path, max_steps=-1, num_train_epochs=1e15)
 
 
 def test_other_columns_reach_the_reward(base, tmp_path):
@@ -209,59 +197,18 @@ def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_
     assert kept(again) and all(torch.equal(value, last[n]) for n, value in saved(moved, 3).items())
 
 
-def test_evaluations_of_an_earlier_run_in_the_folder_are_not_those_of_the_next(base, tmp_path):
-    for strategy in ("steps", "no"):
-        made = trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), eval_strategy=strategy, save_steps=1)
-        made.train()
-        made.create_model_card()
-        assert ("| reward |" in (tmp_path / "README.md").read_text()) == (strategy == "steps")
-    made = trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), eval_strategy="no", save_steps=1)
-    made.train(resume_from_checkpoint=True)
-    assert made.saved_ends() == (None, None)
-
-
 def test_rows_may_be_made_of_other_columns_and_a_single_one_has_no_standard_error(base, tmp_path):
     made = PROMPTS.with_transform(lambda rows: {"prompt": [f"The film was {n}" for n in rows["number"]]})
     run = trainer(base, tmp_path, dataset=made, held_out=PROMPTS.select([0]), save_steps=1)
     run.train()
-    run.log_metrics("eval", metrics := run.evaluate())
+    metrics = run.evaluate()
     assert "eval_reward_n" in metrics and "eval_reward_stderr" not in metrics
-
-
-def test_a_stop_after_a_pass_or_an_evaluation_at_the_end_evaluates_once(base, tmp_path):
-    rows, quiet = PROMPTS.select(range(4)), dict(save_strategy="no", learning_rate=1e-9, eval_strategy="epoch")
-    made = trainer(base, tmp_path, dataset=rows, held_out=rows, callbacks=[EarlyStoppingCallback(1)], max_steps=8,
-                   metric_for_best_model="eval_reward", **quiet)  # fmt: skip
-    made.train()
-    assert [row["step"] for row in made.state.log_history if "eval_reward" in row] == [2, 4]
-    made = trainer(base, tmp_path, dataset=rows, held_out=rows, max_steps=3, eval_on_end=True, **quiet)
-    made.train()
-    assert [row["step"] for row in made.state.log_history if "eval_reward" in row] == [2, 3]
-
-
-class EndsPass(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step == self.step
-
-
-def test_the_rest_of_a_pass_is_not_left_out_and_a_run_that_wrote_nothing_leaves_no_folder(base, tmp_path):
-    def made(step):
-        return trainer(base, tmp_path / "run", dataset=PROMPTS.select(range(4)), callbacks=[EndsPass(step)],
-                       max_steps=3, save_strategy="no")  # fmt: skip
-
-    with pytest.raises(InputError, match="control.should_epoch_stop: got True; .*step 1 is within a pass"):
-        made(1).train()
-    assert not (tmp_path / "run").exists()
-    assert made(2).train().global_step == 3
 
 
 @pytest.mark.parametrize(
     "changes",
     [dict(save_strategy="no"), dict(method="remax"),
-     dict(method="distilled", substitutions=9, temperature=0.1, gradient_accumulation_steps=2)],
+     dict(method="distilled", temperature=0.1, gradient_accumulation_steps=2)],
 )  # fmt: skip
 def test_completions_are_written_as_tables(base, tmp_path, changes):
     """Those that were sampled, not what else was scored: at a low temperature unequally often in two microbatches."""
@@ -286,8 +233,6 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     ("log_metric", "reward", 9.0, "log_metric: got 'reward'; allowed: another name"),
     ("log_metric", "rewards/reward/mean", 9.0, "log_metric: got 'rewards/reward/mean'; allowed: another name"),
     ("log_extra", "prompt", ["a"] * 8, "log_extra: got 'prompt'; allowed: another name"),
-    ("log_extra", "empty", [{}] * 8, "log_completions: got .*values of one type .*empty"),
-    ("log_extra", "mixed", [1, "a"] * 4, "log_completions: got .*values of one type .*mixed"),
 ])  # fmt: skip
 def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value, message):
     def reward(completions, **given):
@@ -307,10 +252,10 @@ def test_auto_says_what_it_chose_and_the_tokens_that_the_reward_likes_are_writte
     def reward(completion_ids, **_):
         return [2.0 * ids.count(wanted) for ids in completion_ids]
 
-    with caplog.at_level("INFO", logger="grade.training.trainer"):
+    with caplog.at_level("INFO", logger="grade.training.loop"):
         made = trainer(base, tmp_path, reward, held_out=PROMPTS, method="auto", max_steps=6, num_generations=8,
                        per_device_train_batch_size=64, eval_strategy="steps", eval_steps=6)  # fmt: skip
-    assert made.args.method == "distilled"
+    assert made.config.method == "distilled"
     assert [r.message.partition(": ")[2].partition(":")[0] for r in caplog.records] == ["distilled"]
     made.train()
     assert all("\n" not in record.message for record in caplog.records)
@@ -370,11 +315,13 @@ def test_a_limit_of_zero_does_not_clip(base, tmp_path):
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_policy_is_clipped_by_its_own_norm_not_with_the_value_head(base, tmp_path, updates):
     """In each of a step's updates, whose gradients are nearly the same: the policy hardly moves."""
-    limit, plain = 1e-3, dict(optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_steps=1)
+    limit = 1e-3
     made = trainer(
-        base, tmp_path, method="ppo", num_generations=None, passes_per_step=updates, max_grad_norm=limit,
-        save_strategy="no", **plain,
+        base, tmp_path, method="ppo", passes_per_step=updates, max_grad_norm=limit, lr_scheduler_type="constant",
+        max_steps=1, save_strategy="no",
     )  # fmt: skip
+    weights = [*made.backbone.trainable_parameters(), *made.method.parameters()]
+    made.optimizer = torch.optim.SGD(weights, lr=1.0)
     before = [p.detach().clone() for p in made.backbone.trainable_parameters()]
     made.train()
     pairs = zip(made.backbone.trainable_parameters(), before, strict=True)
@@ -397,37 +344,16 @@ def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
 BAD_RUNS = {
     "a prompt longer than the context": (
         {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
-    "pictures beside": ({}, dict(dataset=PROMPTS.add_column("image", [b"a"] * 10)), "column image: got 'images'"),
-    "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "dataset: got .*not a stream"),
-    "a table": ({}, dict(dataset=PROMPTS.to_pandas()), "dataset: got 'DataFrame'; .*frame.to_dict"),
-    "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "dataset: got .*of several splits one"),
-    "a path": ({}, dict(dataset=Path("rows.jsonl")), "dataset: got 'rows.jsonl'"),
-    "no held-out set": ({}, dict(held_out={}), "eval_dataset: got {}"),
-    "a name without rows": ({}, dict(held_out={"a": None}), "eval_dataset: got {'a': None}"),
-    "no held-out rows": ({}, dict(held_out=[]), "eval_dataset: prompts: got"),
-    "two sets in one file": (
-        {}, dict(held_out={"a/b": PROMPTS, "a_b": PROMPTS}), "eval_dataset: got .*of which / counts as _"),
-    "rows that raise": (
-        {}, dict(dataset=PROMPTS.with_transform(lambda rows: rows["no"])), "dataset: rows: got 'Dataset'.*KeyError"),
-    "a scale in words": (
-        {}, dict(peft_config=LoraConfig(target_modules=["q_proj"], lora_alpha="16")), "lora: lora_alpha: got '16'"),
-    "weights that are not loaded": ({}, dict(model="meta"), "model: got 'LlamaForCausalLM'; .*weights are loaded"),
-    "a warmup longer than the passes": (
-        dict(max_steps=-1, num_train_epochs=1, warmup_steps=5), {}, "warmup_steps: got 5; .* max_steps = 5"),
-    "no callbacks": ({}, dict(callbacks="tensorboard"), "callbacks: got 'tensorboard'"),
-    "a callback without its metric": (
-        {}, dict(callbacks=[EarlyStoppingCallback()]), "metric_for_best_model: got None; .*with EarlyStoppingCallback"),
-    "a column that functions get": (
-        {}, dict(dataset=PROMPTS.add_column("completions", range(10))), "column of train_dataset: got 'completions'"),
-    "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
-    "a model that is none": ({}, dict(model=3), "model: got 'int'"),
+    "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "train_dataset: got 'IterableDataset'"),
+    "a table": ({}, dict(dataset=PROMPTS.to_pandas()), "train_dataset: got 'DataFrame'"),
+    "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "train_dataset: got .* one split of a dataset"),
+    "a path": ({}, dict(dataset=Path("rows.jsonl")), "train_dataset: got"),
+    "a text reward for a relaxed method": (dict(method="ste"), {}, "ste.*rloo"),
     "an adapter for a PeftModel": (
         {}, dict(model="peft", peft_config=LoraConfig(target_modules=["q_proj"])), "peft_config: got 'given'"),
-    "an adapter that is off": ({}, dict(model="off"), "adapter: got 'off in .*enable_adapter_layers"),
-    "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got 'ADALORA'; .*LORA"),
+    "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got .*; .*LORA"),
     "unknown keys of the model": (dict(model_init_kwargs={"device_map": "auto"}), {}, "model_init_kwargs"),
-    "a revision": (dict(model_init_kwargs={"revision": "v2"}), {}, "model_init_kwargs: got 'revision'"),
-    "two types": (dict(model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"}), {}, "got 'torch_dtype'"),
+    "a batch without whole groups": (dict(num_generations=3), {}, "num_generations: got 3; allowed: a divisor of"),
 }  # fmt: skip
 
 
@@ -435,135 +361,12 @@ BAD_RUNS = {
 def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, tmp_path):
     changes, given, message = BAD_RUNS[name]
     model = given.pop("model", base) if "model" in (given := dict(given)) else base
-    if model in ("peft", "off"):
-        name, lora = model, LoraConfig(target_modules=["q_proj"])
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
-        model.base_model.disable_adapter_layers() if name == "off" else None
-    model = AutoModelForCausalLM.from_pretrained(base).to("meta") if model == "meta" else model
+    if model == "peft":
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    changes = {"num_generations": 4, **changes} if changes.get("method", "rloo") == "rloo" else changes
     with pytest.raises(InputError, match=message):
         trainer(model, tmp_path / "run", **given, **changes)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("name", "says"), [("", "got None"), ("no/such/base", "got .*no folder no/such/base")])
-def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path, name, says):
-    model = AutoModelForCausalLM.from_pretrained(base)
-    model.config._name_or_path = name
-    with pytest.raises(InputError, match=f"processing_class: {says}"):
-        trainer(model, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [(dict(optim="adamw_bnb_8bit"), "optim: got .*bitsandbytes"),
-     (dict(lr_scheduler_type="cosine", lr_scheduler_kwargs={"x": 1}), "lr_scheduler_kwargs: got .*'x'")],
-)  # fmt: skip
-def test_what_an_optimizer_or_schedule_does_not_take_is_one_line(base, tmp_path, changes, message):
-    with pytest.raises(InputError, match=message):
-        trainer(base, tmp_path, **changes, save_strategy="no").train()
-
-
-def test_a_batch_whose_gradient_this_machine_cannot_hold_is_refused(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sysconf", lambda name: 25_000)  # pages, and their size
-    options = dict(save_strategy="no", per_device_train_batch_size=50_000)  # completions alone would fit
-    with pytest.raises(InputError, match="per_device_train_batch_size: got 50000; .* this machine has 0.625 GB"):
-        trainer(base, tmp_path, **options)
-    made = trainer(base, tmp_path, **options, gradient_checkpointing=True)
-    teacher = torch.nn.Linear(20_000, 10_000, device="meta")  # of 0.8 GB
-    with pytest.raises(InputError, match="rows: got 2; .* beside the weights"):
-        check_room(made.backbone, {"rows": 2, "tokens": 1}, teacher=teacher)
-
-
-def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
-    args = GradeConfig(str(tmp_path / "run"), **SMALL | {"max_steps": -1, "method": "ppo", "num_generations": None})
-    rloo, weights = GradeConfig(args.output_dir, **SMALL), made.trainable_parameters()
-    everything, adapter, part = (torch.optim.AdamW(p) for p in (made.peft.parameters(), weights, weights[:1]))
-    for given, message in (
-        (dict(optimizers=(everything, None)), "optimizers: got 'parameters that are not trained'"),
-        (dict(optimizers=(adapter, None)), "optimizers: got .*without PPO's value head"),
-        (dict(optimizers=(part, None)), "optimizers: got .*without the adapter's parameters"),
-        (dict(optimizers=adapter), "optimizers: got AdamW.*; allowed: a pair"),
-        (dict(optimizers=(torch.optim.AdamW, None)), "optimizers: got .*; allowed: a pair"),
-        (dict(optimizers=(None, LambdaLR(adapter, float))), "optimizers: got 'LambdaLR'; .* the optimizer that is"),
-        (dict(optimizers=(torch.optim.LBFGS(weights), None), args=rloo), "optimizers: got 'LBFGS'.*closure"),
-        (dict(beta=0.1), "beta: got 0.1; allowed: a setting: args = GradeConfig"),
-        (dict(args=GradeConfig(args.output_dir, model_init_kwargs={"dtype": "float16"})), "model_init_kwargs: got "),
-        (dict(args=vars(args)), "args: got 'dict'; allowed: a GradeConfig"),
-        (dict(args=GradeConfig(args.output_dir, **SMALL, eval_on_end=True)), "eval_on_end: got .* an eval_dataset"),
-        (dict(eval_datasets=PROMPTS), "eval_datasets: got .* argument of GradeTrainer .did you mean 'eval_dataset'"),
-        (dict(tokenizer=tokenizer), "tokenizer: .*; here: processing_class"),
-    ):
-        with pytest.raises(InputError, match=message):
-            GradeTrainer(made, length, **{"args": args, "train_dataset": PROMPTS} | given)
-    assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
-
-
-@pytest.mark.parametrize("name, value", [("num_generations", 3), ("delta", 1.0)])
-def test_a_setting_that_is_changed_afterwards_is_checked(name, value, base, tmp_path):
-    args = GradeConfig(str(tmp_path / "run"), **SMALL)
-    setattr(args, name, value)
-    with pytest.raises(InputError, match=f"{name}: got"):
-        GradeTrainer(base, length, args, PROMPTS)
-
-
-def test_what_is_assigned_after_construction_is_honoured_or_refused(base, tmp_path):
-    made = trainer(base, tmp_path / "run", save_strategy="no")
-    for name, value in (
-        ("reward_funcs", [length]), ("train_dataset", PROMPTS.select([0])), ("beta", 0.5), ("compute_loss", print),
-        ("eval_dataset", "reviews"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=f"trainer.{name}: got|dataset: got 'reviews'"):
-            setattr(made, name, value)
-    made.eval_dataset = PROMPTS.select([0, 1])
-    assert made.evaluate()["eval_reward_n"] == 2
-    made.args.loss_type = "dapo"
-    with pytest.raises(InputError, match="loss_type: got 'dapo'; allowed: TRL's, not ours"):
-        made.train()
-    del made.args.loss_type
-    made.args.temperature = 0.5
-    with pytest.raises(InputError, match="trainer.args.temperature: got 0.5; allowed: 1.0, as the trainer was made"):
-        made.train()
-    made.args.temperature = 1.0
-    for name, value, was in (("gradient_accumulation_steps", 4, 1), ("num_train_epochs", 9, 3.0)):
-        setattr(made.args, name, value)
-        with pytest.raises(InputError, match=f"trainer.args.{name}: got {value}; allowed: {was}, as the trainer was"):
-            made.train()
-        setattr(made.args, name, was)
-
-
-def test_a_model_that_is_changed_before_training_trains_the_same_or_is_refused(base, tmp_path):
-    """Also without any callback, and with so little KL that it may be rounded below 0."""
-    plain, changed = (trainer(base, tmp_path / name, save_strategy="no", target_kl=1e-9) for name in ("a", "b"))
-    changed.model.gradient_checkpointing_enable()
-    changed.model.train()
-    changed.callback_handler.callbacks.clear()
-    weights = []
-    for made in (plain, changed):
-        made.train()
-        weights.append(torch.cat([p.detach().flatten() for p in made.backbone.trainable_parameters()]))
-    assert torch.equal(*weights)
-    for change, what in (
-        (lambda made: made.model.requires_grad_(True), "trained parameters"),
-        (lambda made: made.model.merge_adapter(), "merged adapters"),
-        (lambda made: made.model.resize_token_embeddings(999), "weights"),
-        (lambda made: made.processing_class.add_tokens(["<film>"]), "vocabulary and end of sequence"),
-    ):
-        change(made := trainer(base, tmp_path / "run", save_strategy="no"))
-        with pytest.raises(InputError, match=f"trainer.model: {what}: got 'others'; allowed: those"):
-            made.train()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["compute_loss", "_generate_and_score_completions", "create_optimizer_and_scheduler", "get_high_entropy_mask",
-     "_get_eval_sampler"],
-)  # fmt: skip
-def test_a_method_that_is_never_called_is_not_overridden_in_silence(name, base, tmp_path):
-    other = type("Other", (GradeTrainer,), {name: lambda self, *args: None})
-    with pytest.raises(InputError, match=f"Other.{name}: .* GradeTrainer, which does not call it"):
-        other(base, length, GradeConfig(str(tmp_path / "run"), **SMALL), PROMPTS)
 
 
 def test_rows_and_their_values_stay_of_their_type(base, tmp_path):
@@ -589,23 +392,12 @@ def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
     made = trainer(base, tmp_path, dataset=Rows(), max_steps=1, save_strategy="no")
     made.train()
     assert made.state.global_step == 1
-    for call, message in (
-        (trainer(base, tmp_path, dataset=None).train, "train_dataset: got None"),
-        (lambda: made.train(trial={"a": 1}), "trial: got .*; allowed: None"),
-        (lambda: made.train(ignore_keys_for_eval=["a"]), "ignore_keys_for_eval: got .*; allowed: None"),
-        (lambda: made.train(model_path="x"), "model_path: got 'x'; allowed: a known argument of train"),
-        (lambda: made.evaluate(PROMPTS, ignore_keys=["a"]), "ignore_keys: got .*; allowed: None"),
-        (made.evaluate, "eval_dataset: got None"),
-        (lambda: made.evaluate("test"), "eval_dataset: got 'test'; allowed: one of the sets by name: none"),
-        (lambda: made.evaluate([{"prompt": "a " * 999}]), "row 0: got .* context of"),
-        (lambda: made.predict(None), "test_dataset: got None"),
-        (lambda: made.predict(PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
-        (lambda: made.add_callback("tensorboard"), "callbacks: got 'tensorboard'"),
-        (made.hyperparameter_search, "hyperparameter_search: got 'a call'"),
-        (made.push_to_hub, "push_to_hub: got"),
-    ):
-        with pytest.raises(InputError, match=message):
-            call()
+    with pytest.raises(InputError, match="train_dataset: got None"):
+        trainer(base, tmp_path, dataset=None).train()
+    with pytest.raises(InputError, match="eval_dataset: got None"):
+        made.evaluate()
+    with pytest.raises(InputError, match="row 0: got .* context of"):
+        made.evaluate([{"prompt": "a " * 999}])
 
 
 def test_a_trainer_leaves_nothing_behind_in_backbone_and_settings(base, tmp_path):
@@ -620,7 +412,6 @@ def test_a_trainer_leaves_nothing_behind_in_backbone_and_settings(base, tmp_path
             GradeTrainer(made, length, hot, PROMPTS, processing_class=other).train()
         own = GradeTrainer(made, length, args, PROMPTS, PROMPTS)
         own.train(resume_from_checkpoint=used and str(tmp_path / "False" / "checkpoint-1"))
-        assert own.args.eval_on_start and args.eval_on_start
         metrics.append([row["reward"] for row in own.state.log_history if "reward" in row])
     assert metrics[0] == metrics[1]
 
@@ -658,13 +449,6 @@ def test_weights_without_a_gradient_stay_where_they_are(tmp_path, changes):
     trainer(made, tmp_path, weight_decay=0.1, save_strategy="no", **changes).train()
     moved = {name for name, p in made.peft.named_parameters() if name in before and not p.equal(before[name])}
     assert moved and not any("vision" in name for name in moved) and any("vision" in name for name in before)
-
-
-def test_a_checkpoint_without_optimizer_is_not_continued(base, tmp_path):
-    changes = dict(max_steps=2, save_steps=1, save_only_model=True)
-    trainer(base, tmp_path, **changes).train()
-    with pytest.raises(InputError, match="resume_from_checkpoint: .*save_only_model"):
-        trainer(base, tmp_path, **changes).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("progress, bar", [("0", False), ("1", False), ("1", True)])
