@@ -247,7 +247,7 @@ def make_teacher(
             raise InputError("teacher_dtype", dtype, ", ".join(DTYPES))
         model, tokenizer = load_pretrained(given, policy.dtype if dtype is None else DTYPES[dtype], field="teacher")
         teacher = replace(teacher, own=FrozenBase(model.to(policy.device), tokenizer))
-        if policy.shards is None:
+        if not policy.lockstep:
             share_equal(model, policy.model)
     some = [rows[i] for i in range(min(COMPARED, len(rows)))]
     if tokenizer is not None:
