@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import pydantic
 from ruamel.yaml import YAML
@@ -48,6 +48,19 @@ class Config(pydantic.BaseModel, metaclass=_Called):
     def kind(cls, values: Mapping[str, Any]) -> type[Config]:
         """The class to build from these values: this one, unless a subclass chooses another."""
         return cls
+
+    @classmethod
+    def described(cls, prefix: str = "") -> Iterator[tuple[str, str]]:
+        """Each key with default and meaning, as help lists them; those of nested configs are ``a.b``."""
+        for name, field in cls.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+                yield from field.annotation.described(f"{prefix}{name}.")
+                continue
+            default = "required" if field.is_required() else field.get_default(call_default_factory=True)
+            shown = default if isinstance(default, str) and default else repr(default)
+            if get_origin(field.annotation) is Literal:
+                shown = f"{'|'.join(get_args(field.annotation))}; {shown}"
+            yield f"{prefix}{name}", f"({shown}): {field.description}"
 
     @classmethod
     def explain_unknown(cls, name: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from grade.config import Config, Settings, own_fields
+from grade.config import Config
 
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
 """By command, what adds its options and the function that executes them."""
@@ -29,7 +29,7 @@ def values(files: str = "--config", example: str = "KEY=VALUE") -> list[Option]:
 
 
 def command(
-    name: str, *options: Option, config: type[Config] | type[Settings] | None = None, others: str = "", **paths: str
+    name: str, *options: Option, config: type[Config] | None = None, **paths: str
 ) -> Callable[[Callable], Callable]:
     """Decorate the function that executes a command, from its options.
 
@@ -45,7 +45,7 @@ def command(
             for names, settings in (*options, *required, *(values() if config else ())):
                 parser.add_argument(*names, **settings)
             if config:
-                lines = [*_described(config), *([f"  ... {others}"] if others else [])]
+                lines = [f"  {key} {text}" for key, text in config.described()]
                 parser.epilog = "config keys (--set KEY=VALUE, or --KEY VALUE; default): meaning\n" + "\n".join(lines)
             parser.set_defaults(execute=execute)
 
@@ -66,20 +66,6 @@ def assignments(words: Sequence[str]) -> list[str]:
             value = words.pop(0) if words and not words[0].startswith("--") else "true"
         found.append(f"{key[2:].replace('-', '_')}={value}")
     return found
-
-
-def _described(config: type[Config] | type[Settings], prefix: str = "") -> Iterator[str]:
-    """A line for each key that is not a library's; those of nested configs are ``a.b``."""
-    plain = issubclass(config, Config)
-    for name, field in (config if plain else config.schema()).model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
-            yield from _described(field.annotation, f"{prefix}{name}.")
-        elif plain or name in own_fields(config):
-            default = "required" if field.is_required() else field.get_default(call_default_factory=True)
-            shown = default if isinstance(default, str) and default else repr(default)
-            if get_origin(field.annotation) is Literal:
-                shown = f"{'|'.join(get_args(field.annotation))}; {shown}"
-            yield f"  {prefix}{name} ({shown}): {field.description}"
 
 
 def print_metrics(metrics: Mapping[str, object]) -> None:

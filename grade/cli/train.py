@@ -27,7 +27,6 @@ from grade.training.run import evaluate_task, train
     option("--overwrite", action="store_true", help="start over where there is a run"),
     output_dir="adapter, history.csv, metrics.json, ...",
     config=TrainConfig,
-    others="and every argument of transformers.TrainingArguments",
 )  # fmt: skip
 def _train(args: argparse.Namespace) -> None:
     """Train one policy."""
@@ -45,7 +44,6 @@ def _train(args: argparse.Namespace) -> None:
     option("--output", metavar="FILE", help="also write the metrics here, as JSON"),
     adapter="a trained adapter, DIR/adapter of a run",
     config=TrainConfig,
-    others="and every argument of transformers.TrainingArguments",
 )
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate an adapter with a training run's own settings."""

@@ -16,8 +16,7 @@ from torch import Tensor
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
 from grade.errors import InputError, reading, require_file
-from grade.gradients.engines import make_engine
-from grade.gradients.methods import RELAXED, Rate
+from grade.gradients.methods import Rate
 from grade.gradients.objective import Objective
 from grade.memory.settings import Device, require_device
 from grade.models.adapter import LoraSettings
@@ -26,8 +25,8 @@ from grade.models.prompts import PromptBatch, encode_examples, encode_prompts
 from grade.rewards.base import RewardScope
 from grade.rewards.functions import FunctionReward
 from grade.rewards.model import RewardModel, load_reward
+from grade.training.checkpoint import OPTIMIZER_FILE
 from grade.training.config import TrainConfig
-from grade.training.folder import OPTIMIZER_FILE
 
 _EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
 """Shown before each problem of the task arithmetic: a base model completes what it sees."""
@@ -40,10 +39,7 @@ def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainC
     """
     if not config.relaxed:
         raise InputError("method", config.method, "one that relaxes tokens; without follow it is a policy gradient")
-    engine = make_engine(
-        RELAXED[config.method].engine, config.hops, config.hop_tolerance, bool(config.gradient_checkpointing)
-    )
-    relaxation = config.relaxation(0)
+    engine, relaxation = config.engine(), config.relaxation(0)
     objective = Objective(reward_model, config.beta, config.reward_scope)
 
     def run(prompts: PromptBatch, generator: torch.Generator) -> None:

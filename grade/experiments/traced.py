@@ -185,8 +185,8 @@ def _dense(
 def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
     """One of several GPUs that divide weights, gradients and optimizer state (ZeRO-3), by arithmetic.
 
-    Gathered whole at any time: the tables, two
-    layers (the one that runs and the next), and one layer's gradients. Left out: buffers of the communication library.
+    Gathered whole at any time: the tables, two layers (the one that runs and the next), and one layer's gradients.
+    Left out: buffers of the communication library.
     """
     if gpus == 1:
         return whole

@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from grade.gradients import losses
 from grade.config import Config
+from grade.gradients import losses
 from grade.gradients.methods import MethodConfig, Rate
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone

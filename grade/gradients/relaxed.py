@@ -14,7 +14,7 @@ from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import RelaxationConfig, Support, tau_at
 from grade.gradients.methods import RELAXED, Tau
-from grade.gradients.objective import GradientStep, Objective
+from grade.gradients.objective import Engine, GradientStep, Objective
 from grade.gradients.policy_gradient import Learner, Microbatch, StepContext
 
 
@@ -43,10 +43,19 @@ class RelaxedSettings(Config):
         )  # fmt: skip
 
 
+    def engine(self) -> Engine:
+        """The engine of the method, which keeps the whole graph."""
+        return make_engine(RELAXED[self.method].engine)
+
+
 class ReplayedSettings(RelaxedSettings):
     """Those of methods that the replay engine differentiates."""
 
     hops: NonNegativeInt = Field(1, description="feedback hops of the engine; max_completion_length - 1 is exact")
+
+    def engine(self) -> Engine:
+        """The replay engine with these settings."""
+        return make_engine("replay", hops=self.hops, gradient_checkpointing=self.gradient_checkpointing)
 
 
 class RelaxedGradient(Learner):
@@ -56,12 +65,8 @@ class RelaxedGradient(Learner):
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
         """Add the gradient of each microbatch of prompts, which the engine samples itself; one result for each."""
-        config, steps = self.config, []
-        options = {"hops": config.hops} if RELAXED[config.method].engine == "replay" else {}
-        engine = make_engine(
-            RELAXED[config.method].engine, gradient_checkpointing=config.gradient_checkpointing, **options
-        )
-        relaxation = config.relaxation(context.step)
+        engine, steps = self.config.engine(), []
+        relaxation = self.config.relaxation(context.step)
         self.figures = {}
         for prompts, generator in microbatches:
             step = engine(self.backbone, prompts, objective, relaxation, generator, 1 / context.microbatches)

@@ -243,7 +243,7 @@ class ReplayGraph:
         a, residual, used, going = r, None, 0, min(hops, self.e.shape[1] - 1) > 0
         while self.backbone.anywhere(going):
             new = r + step_back(grad_outputs=pull(a) + k)[0]
-            if not going:  # only for the other processes, whose passes of a sharded base need this one
+            if not going:  # only for the other processes, whose passes of a divided base need this one
                 continue
             residual, a, used = (new - a).norm() / new.norm().clamp_min(torch.finfo(new.dtype).tiny), new, used + 1
             going = used < min(hops, self.e.shape[1] - 1) and not (tolerance > 0 and bool(residual <= tolerance))

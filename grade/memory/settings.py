@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.gradients.methods import OPTIONS, POLICY_GRADIENTS, RELAXED, EngineName, MethodConfig, reads
+from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, EngineName, MethodConfig
 from grade.models.parameters import LoraSettings
 from grade.models.prompts import PromptBatch
 from grade.rewards.model import RewardKind
@@ -121,12 +121,13 @@ class StepConfig(TracedConfig):
 
     @property
     def trainer(self) -> MethodConfig:
-        """The trainers' settings of this step, which refuse those that the method does not read."""
-        values, by_engine = {}, ("gradient_checkpointing", "hops")  # here *_legacy may have another engine
-        for name, field in type(self).model_fields.items():
+        """The trainers' settings of this step, which refuse those that the method does not have."""
+        values, known = {}, MethodConfig.kind({"method": self.method}).model_fields
+        for name in ("hops", "gumbel_topk", "num_generations", "gradient_checkpointing"):
             value = getattr(self, name)
-            changed = value != field.default and (self.policy_gradient or name not in by_engine)
-            if name in OPTIONS and (changed or reads(self.method, name)):
+            # A legacy method may have another engine here.
+            changed = self.policy_gradient and value != type(self).model_fields[name].default
+            if value is not None and (name in known or changed):
                 values[name] = value
         return MethodConfig(method=self.method, max_completion_length=self.max_new_tokens, **values)
 

@@ -102,7 +102,7 @@ class Head:
 
 
 def _gains_by_blocks(hidden: Tensor, weight: Tensor) -> bool:
-    here = hidden.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)  # such as neither traced nor sharded
+    here = hidden.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)  # such as neither traced nor in parts
     large = hidden.dtype == torch.float32 and len(weight) > 8 * BLOCK_TOKENS
     # What is written to a given tensor has no derivative, neither backward nor forward.
     return here and large and not torch.is_grad_enabled() and forward_ad.unpack_dual(hidden).tangent is None
@@ -211,7 +211,7 @@ def row_values(
     ``of_logits`` is called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``,
     which are constants with N rows. It returns values [n] and, if needed, their gradient in the logits [n, V], and may
     overwrite the logits. Other tables that it reads, its attribute ``reads``, are gathered once for all rows if they
-    are sharded. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
+    are in parts. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
     ``where`` is True. Values are float32 (float64 for a float64 model).
     """
     if where is None or not forbidden:

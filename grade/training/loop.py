@@ -254,20 +254,25 @@ class GradeTrainer:
         if not self.rows:
             raise InputError("train_dataset", self.train_dataset, "rows with a prompt")
         self._begin(resume_from_checkpoint)
-        while self.state.global_step < self.config.max_steps and not self.control.should_training_stop:
-            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            self.training_step()
-            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self._log_evaluate_save()
+        try:
+            self._steps()
+        finally:
+            if self.sampler is not None:
+                self.sampler.close()
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
             restore_best(self.backbone, self.state.best_model_checkpoint)
             best = Path(self.state.best_model_checkpoint).name
             self.choose("policy", f"that of {best}, whose {self.config.metric_for_best_model} is the best")
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        if self.sampler is not None:
-            self.sampler.close()
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else math.nan, {})
+
+    def _steps(self) -> None:
+        while self.state.global_step < self.config.max_steps and not self.control.should_training_stop:
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            self.training_step()
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self._log_evaluate_save()
 
     def _begin(self, resume_from_checkpoint: str | Path | bool | None) -> None:
         checkpoint = resume_from_checkpoint or None

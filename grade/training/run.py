@@ -27,8 +27,8 @@ from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training.card import model_card
-from grade.training.evaluate import Evaluation
 from grade.training.checkpoint import OPTIMIZER_FILE
+from grade.training.evaluate import Evaluation
 from grade.training.folder import Resume, beginning, clear, finish
 from grade.training.load import Prompts, Task, load_task
 from grade.training.logs import Lines, history_rows

@@ -14,7 +14,7 @@ from grade.errors import InputError
 from grade.gradients.methods import METHODS
 from grade.training.folder import STATE_FILE, last_checkpoint
 from grade.training.run import train
-from grade.training.trainer import GradeTrainer
+from grade.training.loop import GradeTrainer
 
 HERE = Path(__file__).parent
 

@@ -40,6 +40,7 @@ from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from grade.errors import InputError
+
 HINTED = "hinted"
 from grade.models.backbone import Backbone
 from grade.models.head import Values, chunk_rows, embedding_values, expected_values, wide

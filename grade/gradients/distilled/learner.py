@@ -176,7 +176,7 @@ class DistilledGradient(Learner):
         for name in names:
             if config.substitutions and name not in ADDITIVE:
                 raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with substitutions")
-        if config.substitutions and backbone.shards is not None:  # processes would score unequally often
+        if config.substitutions and backbone.lockstep:  # processes would score unequally often
             raise InputError("substitutions", config.substitutions, "0 where the base is divided among processes")
         self.siblings = teacher is not None and names_sibling(teacher.context)
         if self.siblings and config.residual_weight == 1:
