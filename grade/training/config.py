@@ -29,7 +29,7 @@ REWARD = "models/reward/backbone/bag"
 
 
 class GradeConfig(MethodConfig):
-    """Settings of `grade.training.trainer.GradeTrainer`: a run's, and those of its method.
+    """Settings of `grade.training.loop.GradeTrainer`: a run's, and those of its method.
 
     ``per_device_train_batch_size`` counts completions, as TRL does: B of B / num_generations prompts.
 

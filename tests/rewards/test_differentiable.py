@@ -1,9 +1,12 @@
 """Classifiers through their own embedding table: equal to their ids, and to the unrolled graph."""
 
+from types import MethodType
+
 import pytest
 import torch
 from conftest import ToyReward
 from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification, BertConfig, LlamaConfig
 
 from grade.data.tiny_lm import train_tokenizer
 from grade.errors import InputError
@@ -159,12 +162,33 @@ def test_another_vocabulary_is_refused_with_the_reason(make_classifier, policy, 
         EmbeddedClassifier(make_classifier("bert"), tokenizer, policy)
 
 
-def test_a_model_that_treats_embeddings_unlike_ids_is_refused(make_classifier, policy, tokenizer):
-    model = make_classifier("bert")
-    inner = model.forward
-    model.forward = lambda input_ids=None, inputs_embeds=None, **others: inner(
-        input_ids, inputs_embeds=None if inputs_embeds is None else -inputs_embeds, **others
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_treats_embeddings_unlike_ids_is_refused(dtype, make_classifier, policy, tokenizer):
+    model, backwards = (make_classifier("bert").to(dtype) for _ in range(2))
+    model.forward = MethodType(
+        lambda self, input_ids=None, inputs_embeds=None, **others: type(self).forward(
+            self, input_ids, inputs_embeds=None if inputs_embeds is None else -inputs_embeds, **others
+        ),
+        model,
     )
-    for unlike in (model, make_classifier("bert", max_position_embeddings=5)):  # too short for the probe
+
+    def mirrored(self, input_ids=None, inputs_embeds=None, attention_mask=None, **others):  # pads on neither side
+        if inputs_embeds is not None:
+            inputs_embeds, attention_mask = inputs_embeds.flip(1), attention_mask.flip(1)
+        return type(self).forward(self, input_ids, attention_mask, inputs_embeds=inputs_embeds, **others)
+
+    backwards.forward = MethodType(mirrored, backwards)
+    short = make_classifier("bert", max_position_embeddings=5).to(dtype)  # for the probe
+    for unlike in (model, backwards, short):
         with pytest.raises(InputError, match="reads inputs_embeds as it reads input_ids"):
             EmbeddedClassifier(unlike, tokenizer, policy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sound_model_is_accepted_in_any_type_with_padding_on_its_side(seed, dtype, tokenizer, policy):
+    for config, left in ((BertConfig, False), (LlamaConfig, True)):
+        torch.manual_seed(seed)
+        sizes = dict(hidden_size=96, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_labels=1)
+        made = AutoModelForSequenceClassification.from_config(config(vocab_size=len(tokenizer), **sizes), dtype=dtype)
+        assert EmbeddedClassifier(made, tokenizer, policy).left is left
