@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS
+from grade.gradients.estimators import ESTIMATORS, find_estimator
 from grade.plugins import import_object
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
@@ -33,7 +33,7 @@ class Relaxed:
 
 
 RELAXED: dict[str, Relaxed] = {name: Relaxed(name, "replay") for name in ESTIMATORS} | {
-    f"{name}_legacy": Relaxed(name, "unrolled") for name, estimator in ESTIMATORS.items() if not estimator.redraws
+    f"{name}_legacy": Relaxed(name, "unrolled") for name in ESTIMATORS if not find_estimator(name).redraws
 }
 POLICY_GRADIENTS: tuple[str, ...] = ("reinforce", "rloo", "remax", "grpo", "ppo")
 DISTILLED, OFFLINE, TEACHER, AUTO = "distilled", "offline", "teacher", "auto"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from grade.config import allowed_names
 from grade.errors import InputError
+from grade.models.batch import PromptBatch
 from grade.models.head import EmbeddingTable
 from grade.models.policy import Policy
-from grade.models.prompts import PromptBatch
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values, scored_text
 
 ANY_REWARD = "distilled, reinforce, rloo, remax, grpo, ppo"

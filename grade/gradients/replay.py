@@ -16,9 +16,6 @@ A reward that reads tokens through its own embedding table (a classifier with th
 ``e_R = scale * sum_k y_k E_R[support_k]``. With ``r_R = -dR/de_R`` and ``D_R`` the derivative of ``e_R`` by ``h``, it
 adds ``D_R^T r_R`` to ``k`` and nothing to ``r``; rewards of both kinds add up.
 
-With a dense estimator (`st`) ``D^T a`` is the gradient of ``sum_v pi_v <a, e_v>`` over the whole vocabulary, in chunks
-of rows (`grade.models.head.expected_values`); nothing of size V is kept.
-
 Policy tokens processed: P + T on the cache, then (P + T) x (forward + (hops + 1) vector-Jacobian products), linear in
 T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one teacher-forced pass, or with
 ``gradient_checkpointing`` one input a layer.
@@ -27,30 +24,26 @@ T, where re-running the prefix at each step takes sum_t (P + t). Kept for backwa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
+from grade.gradients.estimators import RelaxationConfig, find_estimator
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.gradients.rollout import Rollout, noise_given, sample
+from grade.gradients.rollout import Rollout, sample
+from grade.models.batch import PromptBatch
 from grade.models.gather import whole
 from grade.models.head import (
     EmbeddingTable,
-    embedding_values,
-    expected_values,
     kl_divergence,
     support_logits,
     token_logps,
     weighted_embedding,
 )
-from grade.models.parameters import flatten
 from grade.models.policy import Policy
-from grade.models.prompts import PromptBatch
-from grade.models.sampling import early_rows, forbid_eos
+from grade.models.sampling import forbid_eos
 
 Pullback = Callable[[Tensor], Tensor]
 
@@ -136,7 +129,7 @@ class ReplayGraph:
         others: list[tuple[EmbeddingTable, Tensor]] = []  # each own table and its e_R
 
         def own(table: EmbeddingTable) -> Tensor:
-            if ESTIMATORS[relaxation.estimator].hard:
+            if find_estimator(relaxation.estimator).hard:
                 e = table.embed(self.rollout.completion_ids)
             else:
                 e = self._relaxed(self.h.detach(), self.rollout, relaxation, table)
@@ -164,12 +157,6 @@ class ReplayGraph:
             (k,) = torch.autograd.grad(beta * sequence_mean(kl, mask).mean(), leaf)
         return kl.detach(), k
 
-    def given(self, relaxation: RelaxationConfig, generator: torch.Generator) -> Rollout:
-        """This rollout's hard tokens, with supports and noise for another straight-through estimator."""
-        ids, mask = self.rollout.completion_ids, self.rollout.completion_mask
-        support, noise = noise_given(self.backbone, self.h.detach(), ids, mask, relaxation, generator)
-        return replace(self.rollout, support=support, noise=noise)
-
     def policy(self, coefficients: Tensor) -> Tensor:
         """``v = d(sum_b c_b log pi(completion b)) / dh`` [B, T, D] for hard completions: a policy gradient's.
 
@@ -188,8 +175,9 @@ class ReplayGraph:
         table, adjoints are [B, T, D_R].
         """
         table = table or EmbeddingTable(self.backbone.embedding_weight, self.backbone.embedding_scale)
-        if ESTIMATORS[relaxation.estimator].dense:
-            return self._dense_pullback(rollout, relaxation, table)
+        estimator = find_estimator(relaxation.estimator)
+        if estimator.dense:
+            return estimator.pullback(self, rollout, relaxation, table)
         leaf, tables = self.h.detach().requires_grad_(), (self.backbone.embedding_weight, self.backbone.head.weight)
         with torch.enable_grad(), whole(*tables):
             e = self._relaxed(leaf, rollout, relaxation, table)
@@ -212,24 +200,9 @@ class ReplayGraph:
         logits = support_logits(head, rows.repeat_interleave(draws, 0) if draws > 1 else rows, support)
         logits = forbid_eos(logits, support, steps, config.min_new_tokens, self.backbone.eos_token_ids)
         token = rollout.completion_ids.flatten()
-        y = ESTIMATORS[config.estimator].relax_given(logits, noise, support, token, config.tau)
+        y = find_estimator(config.estimator).relax_given(logits, noise, support, token, config.tau)
         e = weighted_embedding(table.weight, support, y).view(batch, length, draws, -1)
         return e.mean(2) * table.scale
-
-    def _dense_pullback(self, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable) -> Pullback:
-        """``D`` of ``e = scale * sum_v pi_v E_v``. Each product recomputes the logits, chunk by chunk: none is kept."""
-        h, valid = self.h, rollout.completion_mask.unsqueeze(-1)
-        early = early_rows(rollout.completion_mask, config.min_new_tokens)
-
-        def pull(a: Tensor) -> Tensor:
-            leaf = h.detach().requires_grad_()
-            values = embedding_values(table.weight, table.scale, (a * valid.to(a.dtype)).flatten(0, 1))
-            with torch.enable_grad():
-                eos = self.backbone.eos_token_ids
-                expected = expected_values(self.backbone.head, leaf.flatten(0, 1), values, eos, early)
-            return torch.autograd.grad(expected.sum(), leaf)[0]
-
-        return pull
 
     def adjoint(
         self, r: Tensor, k: Tensor | float, pull: Pullback, hops: int, tolerance: float = 0.0
@@ -251,7 +224,8 @@ class ReplayGraph:
 
     def parameter_gradient(self, v: Tensor) -> Tensor:
         """``(dh/dtheta)^T v`` [P] over the flattened adapter parameters; the graph is kept."""
-        return flatten(torch.autograd.grad(self.h, self.backbone.trainable_parameters(), v, retain_graph=True))
+        grads = torch.autograd.grad(self.h, self.backbone.trainable_parameters(), v, retain_graph=True)
+        return torch.cat([grad.flatten() for grad in grads])
 
 
 def replay_inputs(prompts: PromptBatch, prompt_embeds: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
-from grade.models.gather import whole
-from grade.models.head import chunk_rows, weighted_embedding
+from grade.gradients.estimators import RelaxationConfig, find_estimator
+from grade.models.batch import PromptBatch
+from grade.models.head import weighted_embedding
 from grade.models.policy import Policy
-from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos, skinny_products
 
 
@@ -56,7 +54,7 @@ def sample(backbone: Policy, prompts: PromptBatch, config: RelaxationConfig, gen
     """
     config.check(backbone.vocab_size)
     check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
-    estimator, eos = ESTIMATORS[config.estimator], backbone.eos_token_ids
+    estimator, eos = find_estimator(config.estimator), backbone.eos_token_ids
     rows = []  # of each step: token, whether it counts, support, noise, embedding
     with backbone.merged(), skinny_products(backbone.embedding_weight):
         state = Decoder(backbone, prompts)
@@ -71,7 +69,7 @@ def sample(backbone: Policy, prompts: PromptBatch, config: RelaxationConfig, gen
             else:
                 e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
             if estimator.redraws:
-                support, noise = estimator.draw(logits, config, generator, token)
+                support, noise = estimator.draw_given(logits, config, generator, token)
             rows.append((token, alive, support, noise, e))
             alive = alive & ~is_eos(token, eos)
             if step + 1 < config.max_new_tokens:
@@ -79,32 +77,3 @@ def sample(backbone: Policy, prompts: PromptBatch, config: RelaxationConfig, gen
         # Within: the phase of a traced step is the rollout's until here.
         ids, mask, *others = (torch.stack(values, 1) for values in zip(*rows, strict=True))
         return Rollout(prompts, ids, mask.long(), *others)
-
-
-@torch.no_grad()
-def noise_given(
-    backbone: Policy, hidden: Tensor | None, ids: Tensor, mask: Tensor, config: RelaxationConfig,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Estimator.draw` given completions [B, T], from the hidden states [B, T, D] that predict their tokens.
-
-    Supports and noise are [B, T, K] or [B, T, M, K]. The head runs in row chunks, so no [B, T, V] tensor exists; a
-    dense estimator reads neither it nor the hidden states.
-    """
-    estimator = ESTIMATORS[config.estimator]
-    if not estimator.hard:
-        hard = ", ".join(name for name, other in ESTIMATORS.items() if other.hard)
-        raise InputError("estimator", config.estimator, f"{hard}: soft tokens are not determined by text")
-    if estimator.dense:
-        return estimator.draw(None, config, generator, ids)
-    rows, flat = hidden.flatten(0, 1), ids.flatten()
-    # A masked position may hold a token that is forbidden there. Draws there affect no result, so none is forbidden.
-    steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
-    draws = []
-    with whole(backbone.head.weight):
-        for chunk in torch.arange(len(rows), device=ids.device).split(chunk_rows(backbone.vocab_size, len(rows))):
-            logits = backbone.head(rows[chunk])
-            step = steps.flatten()[chunk].unsqueeze(1)
-            logits = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
-            draws.append(estimator.draw(logits, config, generator, flat[chunk]))
-    return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in zip(*draws, strict=True))

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, find_estimator
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
+from grade.models.batch import PromptBatch
 from grade.models.head import EmbeddingTable, kl_divergence, weighted_embedding
-from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, forbid_eos, is_eos
 
 
@@ -67,8 +67,8 @@ def stepwise(
     Arguments and errors as of `grade.gradients.replay.replay`; also an `InputError` where only that supports the
     estimator. Without ``backward`` it returns with the graph alive in ``loss`` (to measure what it keeps).
     """
-    if ESTIMATORS[relaxation.estimator].redraws:
-        allowed = " or ".join(name for name, estimator in ESTIMATORS.items() if not estimator.redraws)
+    if find_estimator(relaxation.estimator).redraws:
+        allowed = " or ".join(name for name in ESTIMATORS if not find_estimator(name).redraws)
         raise InputError("estimator", relaxation.estimator, f"{allowed}; the others need the replay engine")
     objective.require_gradient(relaxation.estimator)
     check_length(backbone, prompts.ids.shape[1] + relaxation.max_new_tokens)
@@ -166,7 +166,7 @@ def _policy(
     mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """One policy step: relaxed embedding e [B, D], weights y [B, K], dense soft token and logits [B, V], KL [B]."""
-    estimator = ESTIMATORS[config.estimator]
+    estimator = find_estimator(config.estimator)
     h = backbone.hidden(prefix, mask)
     last = h[:, -1]
     logits = backbone.head(h)[:, -1] if options.head_positions == "all" else backbone.head(last)  # [B, V]

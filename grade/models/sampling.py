@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from grade.errors import InputError
+from grade.models.batch import PromptBatch
 from grade.models.noise import Draw, gumbel_noise
 from grade.models.policy import Policy
-from grade.models.prompts import PromptBatch
 
 BLOCK = 256
 """Tokens in a block of `draw`: about the square root of a vocabulary."""

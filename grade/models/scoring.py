@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grade.errors import InputError
+from grade.models.batch import PromptBatch
 from grade.models.head import kl_divergence, token_logps
 from grade.models.policy import Policy
-from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows, is_eos
 
 

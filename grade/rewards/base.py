@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
+from grade.models.batch import PromptBatch
 from grade.models.head import EmbeddingTable
-from grade.models.prompts import PromptBatch
 
 if TYPE_CHECKING:
     from grade.models.policy import Policy

@@ -14,6 +14,7 @@ from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import sample
+from grade.gradients.straight_through import redrawn
 
 T, G, ROWS = 2, 64, 24
 STE, RAO = Variant("ste", 1.0, T - 1), Variant("gumbel_rao", 1.0, T - 1, draws=8)
@@ -85,7 +86,7 @@ def test_a_rows_gradient_is_the_engines(setting, variant):
     prompts = one.prompts.repeat(4)
     rollout = sample(backbone, prompts, drawn, generator)
     if variant.estimator != "gumbel":
-        rollout = ReplayGraph(backbone, rollout).given(relaxation, generator)
+        rollout = redrawn(ReplayGraph(backbone, rollout), relaxation, generator)
     backbone.zero_grad(set_to_none=True)
     replay(backbone, prompts, Objective(setting.rewards["trunk"], 0.0), relaxation, generator, hops=variant.hops,
            rollout=rollout)  # fmt: skip

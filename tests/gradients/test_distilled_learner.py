@@ -10,15 +10,14 @@ from conftest import VOCAB, ToyReward, flat_grad, gradient, make_prompts
 from grade.gradients.distilled.learner import DECAY, EVERY, DistilledGradient
 from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Fit
-from grade.gradients.methods import HINTED, MethodConfig
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.models.scoring import predicting_hidden
-from grade.models.teacher import Teacher
 from grade.rewards.base import Reward
 
 GROUP, LENGTH, EARLY, BETA = 4, 6, 2, 0.3
-ALL = ("counts", "bag", "ngrams", "values", "trunk1", "trunk")
+ALL = ("counts", "bag")
 
 
 class Constant(Reward):
@@ -39,12 +38,7 @@ def learner(backbone, weight, families=("bag",), **changes):
         method="distilled", residual_weight=weight, distil_families=list(families), num_generations=GROUP,
         max_completion_length=LENGTH, min_completion_length=EARLY,
     )  # fmt: skip
-    teacher = None
-    if HINTED in families:
-        generator = torch.Generator().manual_seed(3)
-        moved = [p.detach() + torch.randn(p.shape, generator=generator).to(p) for p in backbone.trainable_parameters()]
-        teacher = Teacher(backbone, "adapter", adapter=moved)
-    return DistilledGradient(MethodConfig(**values | changes), backbone, teacher)
+    return DistilledGradient(MethodConfig(**values | changes), backbone)
 
 
 def choose_always(monkeypatch, choice):
@@ -88,11 +82,10 @@ def written_out(own, prompts, step, beta=BETA, rows=None):
     drawn = drawn.log_softmax(-1)
     lengths = mask.sum(1).tolist()
     family, positions = own.families[own.fit.family], torch.arange(ids.numel())
-    assert torch.equal(own.last.ids, ids)
     weights = own.fit.without(0, len(ids) // group) * own.trust
-    s = family.values(weights, own.last)(positions).double().expand(ids.numel(), VOCAB)
+    s = family.values(weights, ids)(positions).double().expand(ids.numel(), VOCAB)
     if own.prior is not None:
-        known = own.families[own.prior.family].values(own.prior.all, own.last)(positions)
+        known = own.families[own.prior.family].values(own.prior.all, ids)(positions)
         s = s + own.store.prior_weight * known.expand(ids.numel(), VOCAB)
     s = s.view(*ids.shape, VOCAB)
 
@@ -104,8 +97,6 @@ def written_out(own, prompts, step, beta=BETA, rows=None):
 
     def judged(b, t):
         """What the reward has beyond the values of the tokens drawn, and of the future's expectation."""
-        if not family.additive:
-            return penalised[b]
         own_values = sum(s[b, u, ids[b, u]] for u in range(lengths[b]))
         future = sum(expected(b, u).detach() for u in range(t + 1, lengths[b]))
         return penalised[b] - own_values + future
@@ -117,8 +108,6 @@ def written_out(own, prompts, step, beta=BETA, rows=None):
             advantage = judged(b, t) - sum(judged(c, t) for c in others) / len(others)
             plug = plug + expected(b, t)
             residual = residual + advantage.detach() * drawn[b, t, ids[b, t]]
-    if not family.additive:
-        residual = residual - plug
     penalty = sum(kl[b, : lengths[b]].mean() for b in rows)
     n = len(rows)
     return -plug / n, -residual / n, beta * penalty / n
@@ -126,7 +115,7 @@ def written_out(own, prompts, step, beta=BETA, rows=None):
 
 @pytest.mark.parametrize("weight", [0.3, 1.0, "auto"])
 def test_a_prior_adds_to_the_values_what_own_completions_confirmed(policy, weight):
-    own = learner(policy, weight, ["bag", "values"])
+    own = learner(policy, weight, ["bag", "counts"])
     generator = torch.Generator().manual_seed(3)
     worth = torch.randn(1, policy.hidden_size, generator=generator, dtype=torch.float64)
     own.prior = Fit("bag", worth, Choice(1.0, 0.3, 1.0, 0.1))
@@ -142,7 +131,8 @@ def test_a_prior_adds_to_the_values_what_own_completions_confirmed(policy, weigh
     assert (found - want).norm() <= (1e-6 if weight == "auto" else 1e-10) * want.norm()  # the log has float32
     # The fit of own completions is held to what the prior, with its weight, leaves of the rewards.
     bag, group = own.families["bag"], own.config.group
-    missed = centred(step.reward.double() - before * bag.predict(worth[0], bag.rows(own.last)).double(), group)
+    known = bag.predict(worth[0], bag.rows(step.completion_ids, step.completion_mask)).double()
+    missed = centred(step.reward.double() - before * known, group)
     torch.testing.assert_close(own.evidence.groups[-1][2], missed.view(-1, group).square().sum(1))
 
 
@@ -164,12 +154,11 @@ def test_the_gradient_is_that_of_the_formula(policy, monkeypatch, family, weight
 
 
 # ---- auto ----
-@pytest.mark.parametrize("family", ["values", "trunk1", HINTED])
+@pytest.mark.parametrize("family", ALL)
 def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch, family):
     """Of one microbatch the halves are the parts; they are measured now and then, and weigh the steps between.
 
-    The share of the squared gradient is the root of R2; with `hinted` R2 itself, and the blend keeps the length
-    that the reward's gradient has.
+    The share of the squared gradient is the root of R2.
     """
     choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
     own, moments = learner(policy, "auto", [family]), torch.zeros(3, dtype=torch.float64)
@@ -187,10 +176,8 @@ def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch
             size = float(plug @ plug) / own.reliability**2  # without the factor k t
             moments = DECAY * moments + torch.tensor([size, noise, 1.0], dtype=torch.float64)
         torch.testing.assert_close(own.blend.moments, moments, rtol=1e-9, atol=0)
-        share = 0.3 if family == HINTED else math.sqrt(0.3)
-        weight = own.blend.weight(share, own.reliability)
-        length = own.reliability * share + weight * (1 - own.reliability * share) if family == HINTED else 1.0
-        want = (plug + weight * residual) / length + penalty
+        weight = own.blend.weight(math.sqrt(0.3), own.reliability)
+        want = plug + weight * residual + penalty
         assert (found - want).norm() <= 1e-10 * want.norm()
         assert float(own.figures["residual_weight"][0]) == pytest.approx(weight, rel=1e-6)  # float32
         assert 0 < own.reliability < 1 and 1 - own.reliability < weight < 1
@@ -258,7 +245,7 @@ def test_a_constant_reward_warns_once_and_trains_on_kl_alone(policy, weight):
 
 # ---- microbatches ----
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, "auto"])
-@pytest.mark.parametrize("family", ["values", "trunk1"])
+@pytest.mark.parametrize("family", ALL)
 def test_two_microbatches_are_one_of_their_size(policy, weight, family):
     """Also auto: its two parts are the halves of one batch."""
     found = []

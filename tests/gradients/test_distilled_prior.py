@@ -6,8 +6,8 @@ import torch
 from conftest import VOCAB, make_backbone
 
 from grade.errors import InputError
-from grade.gradients.distilled.families import ADDITIVE, make_family
-from grade.gradients.distilled.prior import fit_texts, observed, promise
+from grade.gradients.distilled.families import FAMILIES, make_family
+from grade.gradients.distilled.prior import fit_texts, promise
 from grade.models.prompts import PromptBatch, ScoredTexts
 from grade.models.scoring import predicting_hidden
 
@@ -45,7 +45,7 @@ def test_weights_are_those_of_ridge_regression_on_completion_and_prompt(backbone
     prior = fit_texts({name: family}, scored)
     features = counts(scored.ids, scored.mask)
     if name == "bag":  # dense: another solver
-        features = family.matrix(family.rows(observed(family, scored)))
+        features = family.matrix(family.rows(scored.ids, scored.mask))
     x = np.hstack([features, counts(scored.prompts.ids, scored.prompts.mask)]).astype(float)
     x, y = x - x.mean(0), scored.rewards.numpy() - scored.rewards.numpy().mean()
     size = features.shape[1]
@@ -62,13 +62,13 @@ def test_what_the_prompt_explains_is_not_put_down_to_the_completion(backbone):
     assert prior.all.abs().max() < 0.35 * np.abs(naive).max()
 
 
-@pytest.mark.parametrize("name", ADDITIVE)
-def test_every_additive_family_can_be_fitted_in_parts(backbone, name):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_fitted_in_parts(backbone, name):
     scored, family = texts(), make_family(name, backbone)
     prior = fit_texts({name: family}, scored, batch=7)
     whole = fit_texts({name: family}, scored, batch=TEXTS)
     assert torch.allclose(prior.weights, whole.weights, rtol=1e-6, atol=1e-9)
-    values = family.own(prior.all, observed(family, scored)).sum(1)
+    values = family.token_values(prior.all, scored.ids, scored.mask).sum(1)
     assert np.corrcoef(values.double(), scored.rewards)[0, 1] > 0.5
 
 
@@ -86,12 +86,12 @@ def test_texts_that_say_nothing_are_refused(backbone, change, says):
         fit_texts({"counts": make_family("counts", backbone)}, change(texts()))
 
 
-@pytest.mark.parametrize("name", ["counts", "bag", "ngrams"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_promise_is_kl_and_gain_of_the_tilted_policy(backbone, name):
     scored, family = texts(), make_family(name, backbone)
     fit = fit_texts({name: family}, scored)
     promised = promise(family, fit.all, scored)
-    values = family.values(fit.all, observed(family, scored))
+    values = family.values(fit.all, scored.ids)
     s = torch.stack([values(place.unsqueeze(0)) for place in torch.arange(TEXTS * LENGTH)]).view(TEXTS, LENGTH, -1)
     with torch.no_grad(), backbone.reference():
         logp = backbone.head(predicting_hidden(backbone, scored.prompts, scored.ids)).log_softmax(-1)

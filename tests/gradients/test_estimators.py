@@ -6,22 +6,18 @@ from conftest import generator
 from scipy import stats
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, Estimator, RelaxationConfig, relax
+from grade.gradients.estimators import ESTIMATORS, Estimator, RelaxationConfig, find_estimator, relax
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
+from grade.gradients.straight_through import ReinMax, conditional_noise, draw_given
 from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.noise import gumbel_noise
-
-
-def conditional_noise(logits, token, generator):
-    """Noise of the full vocabulary."""
-    return Estimator().draw(logits, RelaxationConfig(gumbel_topk=0), generator, token)[1]
 
 
 def reinmax(logits, token, tau):
     """Of one position over its full vocabulary."""
     every, token = torch.arange(len(logits)).unsqueeze(0), torch.tensor([token])
-    return ESTIMATORS["reinmax"].relax_given(logits.unsqueeze(0), None, every, token, tau)[0]
+    return ReinMax().relax_given(logits.unsqueeze(0), None, every, token, tau)[0]
 
 
 def test_noise_is_standard_gumbel_in_float32():
@@ -90,7 +86,8 @@ def test_supports_given_a_token_hold_it_on_top(support, k, estimator):
     logits = torch.randn(50, 8, dtype=torch.float64, generator=generator())
     token = torch.randint(8, (50,), generator=generator(1))  # also tokens that are not among the K likeliest
     config = RelaxationConfig(estimator=estimator, support=support, gumbel_topk=k, rao_draws=5)
-    ids, noise = ESTIMATORS[estimator].draw(logits, config, generator(2), token)
+    draw = draw_given if estimator == "ste" else find_estimator(estimator).draw_given
+    ids, noise = draw(logits, config, generator(2), token)
     assert ids.shape == noise.shape == ((50, 5, k or 8) if estimator == "gumbel_rao" else (50, k or 8))
     ids, noise = ids.view(50, -1, k or 8), noise.view(50, -1, k or 8)
     for draw in range(ids.shape[1]):
@@ -135,7 +132,7 @@ class Sharp(Estimator):
 
 @pytest.mark.parametrize("engine", [replay, unrolled, checkpointed])
 def test_a_new_estimator_needs_its_registration_only(engine, monkeypatch, backbone, prompts, reward):
-    monkeypatch.setitem(ESTIMATORS, "toy", Sharp())
+    monkeypatch.setitem(ESTIMATORS, "toy", f"{__name__}:Sharp")
     config = RelaxationConfig.parse({"estimator": "toy", "max_new_tokens": 3, "gumbel_topk": 4})
     before = [p.detach().clone() for p in backbone.trainable_parameters()]
     optimizer = torch.optim.AdamW(backbone.trainable_parameters(), lr=1e-2)

@@ -6,6 +6,7 @@ are float64 as well (Llama's are not). Log-probabilities of padded prompts, on t
 tests/models/zoo.py.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from unittest import mock
@@ -17,7 +18,7 @@ from gradients.test_policy_gradient import Reward
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from grade.gradients import estimators
+from grade.gradients import estimators, straight_through
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.methods import RELAXED, MethodConfig
 from grade.gradients.objective import Objective
@@ -146,8 +147,8 @@ def learned(microbatches, config):
 
 LOSSES = {
     "reinforce": {}, "rloo": {}, "rloo min": dict(min_completion_length=1), "remax": {}, "grpo": {},
-    "grpo group": dict(scale_rewards="group"), "grpo self-certainty": dict(self_certainty_reward=True), "grpo twice": dict(passes_per_step=2),
-    "grpo minibatches": dict(minibatches=2),
+    "grpo group": dict(scale_rewards="group"), "grpo self-certainty": dict(self_certainty_reward=True),
+    "grpo twice": dict(passes_per_step=2), "grpo minibatches": dict(minibatches=2),
     "ppo": dict(passes_per_step=2), "ppo raw": dict(whiten_advantages=False, passes_per_step=1),
 }  # fmt: skip
 
@@ -197,10 +198,13 @@ class Noise:
                     drawn[-1][EOS[row % len(EOS)]] += 50  # certain
         return torch.stack(drawn)
 
+    @contextmanager
     def patched(self):
         gumbel = lambda shape, generator, device=None: self.of("gumbel", shape)  # noqa: E731
         exponential = lambda shape, generator, device: self.of("exponential", shape)  # noqa: E731
-        return mock.patch.multiple(estimators, gumbel_noise=gumbel, exponential_noise=exponential)
+        with mock.patch.object(estimators, "gumbel_noise", gumbel):
+            with mock.patch.object(straight_through, "exponential_noise", exponential):
+                yield
 
 
 def with_noise(rows, ends, after, function, draws=2):

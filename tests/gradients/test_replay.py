@@ -14,6 +14,7 @@ from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import sample
+from grade.gradients.straight_through import redrawn
 from grade.gradients.unrolled import StepwiseOptions, checkpointed, stepwise, unrolled
 from grade.models.head import EmbeddingTable
 from grade.models.scoring import completion_logps
@@ -274,7 +275,7 @@ def test_noise_given_the_tokens_has_the_law_of_sampled_noise(backbone, estimator
     cfg = config(estimator=estimator, support=support, rao_draws=2, max_new_tokens=3)
     own = sample(backbone, prompts, cfg, torch.Generator().manual_seed(0))
     other = ReplayGraph(backbone, sample(backbone, prompts, cfg, torch.Generator().manual_seed(1)))
-    redrawn = other.given(cfg, torch.Generator().manual_seed(2))
+    again = redrawn(other, cfg, torch.Generator().manual_seed(2))
 
     def statistics(rollout):
         ids, noise = rollout.support.view(n, 3, -1, 7), rollout.noise.view(n, 3, -1, 7).double()
@@ -283,7 +284,7 @@ def test_noise_given_the_tokens_has_the_law_of_sampled_noise(backbone, estimator
         values = torch.cat([held.double(), top, top**2, noise.sum(3, keepdim=True)], 3)
         return (values * rollout.completion_mask.view(n, 3, 1, 1)).flatten(1)
 
-    (a, b), zero = (statistics(r) for r in (own, redrawn)), 1e-12
+    (a, b), zero = (statistics(r) for r in (own, again)), 1e-12
     stderr = ((a.var(0) + b.var(0)) / n).sqrt()
     assert ((a.mean(0) - b.mean(0)).abs() <= 4.5 * stderr + zero).all()  # up to 156 comparisons: 4.5
 

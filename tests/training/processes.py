@@ -59,7 +59,6 @@ def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[
     def make(method: str, processes: int) -> TrainConfig:
         values = common | {"gradient_accumulation_steps": 2 // processes}
         values |= {"target_kl": 0.5} if method in TARGETED else {}
-        values |= {"substitutions": 2} if method == "distilled" else {}
         values |= {"reward": [], "teacher": "base", "teacher_context": "A good film. "} if method == "teacher" else {}
         return settings(method, values, root / f"{method}-{processes}")
 

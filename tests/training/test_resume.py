@@ -58,7 +58,7 @@ def interrupted(common, output, monkeypatch, method="ste", after=2, where="train
         ("ste", {"target_kl": 0.5}, 2),
         ("ste", {"eval_strategy": "epoch"}, 2),  # a pass ends with this step
         ("rloo", {"target_kl": 0.5}, 2),
-        ("distilled", {"distil_window": 24, "substitutions": 2}, 2),
+        ("distilled", {"distil_window": 24}, 2),
         ("auto", {}, 2),
         ("offline", {"target_kl": 0.3}, 2),
         ("auto", {"texts": True, "target_kl": 0.3}, 1),

@@ -21,6 +21,7 @@ from grade.gradients.estimators import EstimatorName, RelaxationConfig
 from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import sample
+from grade.gradients.straight_through import redrawn
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
@@ -141,7 +142,7 @@ def _row(setting: Setting, generator: torch.Generator) -> Iterator[tuple[tuple[s
         prompts = setting.prompts.repeat(setting.group)
         graph = ReplayGraph(backbone, sample(backbone, prompts, relaxations[0] if soft else drawn, generator))
         targets = list(_targets(setting, graph))
-        pulls = [graph.pullback(graph.rollout if soft else graph.given(relaxation, generator), relaxation)
+        pulls = [graph.pullback(graph.rollout if soft else redrawn(graph, relaxation, generator), relaxation)
                  for relaxation in relaxations]  # fmt: skip
         for name, values, r, k in targets:
             groups = values.double().view(len(setting.prompts), setting.group)

@@ -1,0 +1,66 @@
+"""A batch of tokenised prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+class Rows:
+    """A batch as a dataclass; tensors, other batches and dictionaries of them have an entry for each of its rows."""
+
+    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> Self:
+        """The selected rows, still a batch."""
+        return replace(self, **{name: _selected(part, rows) for name, part in vars(self).items()})
+
+
+def _selected(part: Any, rows: slice | Sequence[int] | Tensor) -> Any:
+    if isinstance(part, dict):
+        return {name: _selected(each, rows) for name, each in part.items()}
+    return part[rows] if isinstance(part, Tensor | Rows) else part
+
+
+@dataclass(frozen=True)
+class PromptBatch(Rows):
+    """A batch of tokenised prompts, padded on the left."""
+
+    ids: Tensor  # token ids, int64 [B, P]. At padding they are valid ids without meaning.
+    mask: Tensor  # 1 at a token, 0 at padding, int64 [B, P]
+    # the dataset's row of each prompt, B of them; None if the ids were not made from rows
+    examples: tuple[Mapping[str, Any], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.examples is not None and len(self.examples) != len(self.ids):
+            raise ValueError(f"{len(self.examples)} examples for {len(self.ids)} prompts")
+
+    def __len__(self) -> int:
+        """The number of prompts B."""
+        return len(self.ids)
+
+    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> PromptBatch:
+        """The prompts of these rows, still a batch."""
+        examples = self.examples
+        if examples is not None:
+            numbers = rows.cpu() if isinstance(rows, Tensor) else rows
+            examples = tuple(examples[i] for i in torch.arange(len(self))[numbers].tolist())
+        return PromptBatch(self.ids[rows], self.mask[rows], examples)
+
+    def repeat(self, times: int) -> PromptBatch:
+        """Each prompt ``times`` times in a row, one for each of its completions."""
+        return self[torch.arange(len(self), device=self.ids.device).repeat_interleave(times)]
+
+    def rows(self) -> list[list[int]]:
+        """Token ids of each prompt, without padding."""
+        return [ids[mask.bool()].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]
+
+    def mask_with(self, new_tokens: int) -> Tensor:
+        """Attention mask [B, P + n] of the prompts followed by n further tokens."""
+        return torch.cat([self.mask, self.mask.new_ones(len(self), new_tokens)], 1)
+
+    def to(self, device: torch.device | str) -> PromptBatch:
+        """The same batch on another device."""
+        return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)
