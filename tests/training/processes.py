@@ -26,8 +26,8 @@ from grade.gradients import objective, policy_gradient, replay
 from grade.models.backbone import Backbone
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.config import FSDP2, SHARDING, TrainConfig
-from grade.training.run import train
 from grade.training.loop import GradeTrainer
+from grade.training.run import train
 
 TARGETED = ("gumbel", "ppo")
 """Methods with a budget for KL."""
