@@ -24,7 +24,7 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from grade.data.tables import check_table
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.files import require_source
 
 _HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]+))??(:(?P<split>[^:]+(\[.*\])?))?")
@@ -47,11 +47,10 @@ def load_prompts(source: str | Path, field: str = "prompts") -> Dataset:
 
 def load_rows(source: str | Path, field: str) -> Dataset:
     """`load_prompts` of any columns."""
-    with reading(field, str(source), _SOURCES):
-        path = Path(source)
-        folder, reader = path.is_dir(), _READERS.get(path.suffix.lower())
-    if folder:
-        with reading(field, path, "a folder that save_to_disk wrote, or a file in it"), _without_progress_bars():
+    path = Path(source)
+    reader = _READERS.get(path.suffix.lower())
+    if path.is_dir():
+        with _without_progress_bars():
             loaded = datasets.load_from_disk(path)
     elif path.is_file() and reader:
         loaded = reader(path, field)
@@ -62,7 +61,7 @@ def load_rows(source: str | Path, field: str) -> Dataset:
     elif match := _HUB.fullmatch(str(source)):
         allowed = "a file or folder that exists, or a dataset on the hub that can be loaded"
         require_source(field, match["name"], allowed)
-        with reading(field, source, allowed), _without_progress_bars():
+        with _without_progress_bars():
             loaded = datasets.load_dataset(match["name"], match["config"], split=match["split"])
     else:
         raise InputError(field, str(source), f"{_SOURCES}, that exists")
@@ -86,8 +85,7 @@ def _read_json(path: Path, field: str) -> Dataset:
             raise InputError(f"{path}, {place}", row, 'an object {"prompt": ...}')
     names = dict.fromkeys(name for row in rows.values() for name in row)  # in the order of the file
     columns = {name: [row.get(name) for row in rows.values()] for name in names}
-    with reading(field, path, "values that Arrow can hold"):
-        dataset = Dataset.from_dict(columns, on_mixed_types="use_json")
+    dataset = Dataset.from_dict(columns, on_mixed_types="use_json")
     for name, feature in dataset.features.items():
         # Where types are mixed, a text that is itself JSON comes back as what it says: "2" as 2.
         if "Json(" not in str(feature):
@@ -100,16 +98,16 @@ def _read_json(path: Path, field: str) -> Dataset:
 
 def _rows(path: Path, field: str) -> dict[str, Any]:
     """What a JSON file holds by the place in it: "line 3", or "row 2" of a list."""
-    allowed = "JSON in UTF-8: a list of objects, or one object on every line"
-    with reading(field, path, allowed):
-        data = path.read_bytes()
-        if path.suffix.lower() == ".json" and data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            return {f"row {number}": row for number, row in enumerate(_json(data))}
-    rows = {}
+    data, rows = path.read_bytes(), {}
+    if path.suffix.lower() == ".json" and data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return {f"row {number}": row for number, row in enumerate(_json(data))}
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
-            with reading(field, f"{path}, line {number}", allowed):
+            try:
                 rows[f"line {number}"] = _json(line)
+            except ValueError as error:
+                allowed = f"JSON in UTF-8: a list of objects, or one object on every line ({error})"
+                raise InputError(field, f"{path}, line {number}", allowed) from None
     return rows
 
 
@@ -128,26 +126,24 @@ def _read_csv(path: Path, field: str) -> Dataset:
 
     So 1.5 and true keep their types, while 007 and 1.50 are not lost; prompts and completions are always text.
     """
-    with reading(field, path, "a table in UTF-8, separated by commas: quote a text that holds one"):
-        read = functools.partial(
-            pd.read_csv, path, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable", low_memory=False,
-            float_precision="round_trip",
-        )  # fmt: skip
-        check_table(path)
-        frame, written = read(dtype=dict.fromkeys(("prompt", "completion"), str)), read(dtype=str)
-        for name in frame:
-            texts = (column.astype("string").str.lower() for column in (frame[name], written[name]))
-            back, before = (text.str.removesuffix(".0") for text in texts)
-            if not back.equals(before):
-                frame[name] = written[name]
-        return Dataset.from_pandas(frame, preserve_index=False)
+    read = functools.partial(
+        pd.read_csv, path, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable", low_memory=False,
+        float_precision="round_trip",
+    )  # fmt: skip
+    check_table(path)
+    frame, written = read(dtype=dict.fromkeys(("prompt", "completion"), str)), read(dtype=str)
+    for name in frame:
+        texts = (column.astype("string").str.lower() for column in (frame[name], written[name]))
+        back, before = (text.str.removesuffix(".0") for text in texts)
+        if not back.equals(before):
+            frame[name] = written[name]
+    return Dataset.from_pandas(frame, preserve_index=False)
 
 
 def _read_parquet(path: Path, field: str) -> Dataset:
-    with reading(field, path, "a parquet file"):
-        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
-        table.validate(full=True)  # else a text that is not UTF-8 is found hours later, where its row is drawn
-        return Dataset(InMemoryTable(table))
+    table = pyarrow.parquet.read_table(path)
+    table.validate(full=True)  # else a text that is not UTF-8 is found hours later, where its row is drawn
+    return Dataset(InMemoryTable(table))
 
 
 _READERS: dict[str, Callable[[Path, str], Dataset]] = {
