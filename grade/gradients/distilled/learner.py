@@ -70,7 +70,6 @@ from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
 from grade.models.prompts import Rows, ScoredTexts, decode
 from grade.models.scoring import hidden_logps, token_kl
-from grade.models.teacher import Teacher, names_sibling, with_siblings
 
 DECAY = 0.7
 """Of the averages over earlier measurements."""
