@@ -36,7 +36,7 @@ from grade.files import hashed
 from grade.models.adapter import ADAPTER_FILES, saved_values
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.models.base import FrozenBase
-from grade.models.compatibility import check_supported, check_tokens
+from grade.models.compatibility import probe
 from grade.models.head import Head, coarse_jensen_shannon, jensen_shannon, wide
 from grade.models.parameters import fingerprint, share_equal
 from grade.models.prompts import PromptBatch, encode_examples
@@ -227,11 +227,11 @@ def make_teacher(
     name = given if isinstance(given, str | Path) else getattr(given, "name_or_path", "") or type(given).__name__
     teacher, tokenizer = Teacher(policy, str(name), weight, beta, context=context, encode=encode), None
     if isinstance(given, PreTrainedModel) and given is not policy.model:
-        check_supported(given)
         if given.name_or_path:
             with contextlib.suppress(Exception):  # it may have none there
                 tokenizer = AutoTokenizer.from_pretrained(given.name_or_path)
         teacher = replace(teacher, own=FrozenBase(given.to(policy.device), tokenizer))
+        probe(teacher.own)
     elif not isinstance(given, str | Path):
         allowed = f"a name, a PreTrainedModel of its own, or {BASE!r}: the policy's base, which has its adapter by now"
         raise InputError("teacher", type(given).__name__, allowed)
@@ -243,20 +243,18 @@ def make_teacher(
             raise InputError("teacher_topk", topk, f"at most the policy's {policy.vocab_size} tokens")
         teacher = replace(teacher, served=ServedModel(given, topk, policy.vocab_size, timeout))
     elif given != BASE and (Path(given) / ADAPTER_FILES[0]).is_file():
-        teacher = replace(teacher, adapter=saved_values(policy.peft, given, "teacher"))
+        teacher = replace(teacher, adapter=saved_values(policy.peft, given))
     elif given != BASE:
         if dtype is not None and dtype not in DTYPES:
             raise InputError("teacher_dtype", dtype, ", ".join(DTYPES))
         model, tokenizer = load_pretrained(given, policy.dtype if dtype is None else DTYPES[dtype], field="teacher")
-        check_supported(model)
         teacher = replace(teacher, own=FrozenBase(model.to(policy.device), tokenizer))
+        probe(teacher.own)
         if policy.shards is None:
             share_equal(model, policy.model)
     some = [rows[i] for i in range(min(COMPARED, len(rows)))]
     if tokenizer is not None:
         _check_tokens(teacher, policy.tokenizer, some)
-    elif teacher.own is not None:
-        check_tokens(policy.tokenizer, len(teacher.own.embedding_weight), f"teacher {teacher.name!r}: ")
     elif teacher.served is not None and some:
         read = [policy.tokenizer.decode(ids) for ids in encode(policy.tokenizer, some).rows()]  # special tokens, too
         if (theirs := teacher.served.read(read)) is not None:
