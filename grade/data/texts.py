@@ -9,10 +9,8 @@ A text is a prompt with a completion. It comes from
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ from grade.data.prompts import load_rows
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens
-from grade.models.samplers import LOCAL, Sampler
-from grade.models.scoring import completion_logps
+from grade.models.sampling import generate
 from grade.results import progress
 from grade.rewards.base import Reward
 
@@ -39,12 +36,8 @@ Encode = Callable[[Sequence[Row]], PromptBatch]
 
 def reference_number(source: Any) -> int | None:
     """N of ``reference:N``; None for any other source."""
-    if not isinstance(source, str) or not source.startswith("reference:"):
-        return None
-    number = source.removeprefix("reference:")
-    if not number.isdecimal() or int(number) < LEAST:
-        raise InputError("texts", source, f"reference:N with a whole number N of at least {LEAST}")
-    return int(number)
+    is_reference = isinstance(source, str) and source.startswith("reference:")
+    return int(source.removeprefix("reference:")) if is_reference else None
 
 
 def read_texts(
@@ -62,52 +55,26 @@ def read_texts(
     sequence where the text ends.
 
     ``source`` is rows, a dataset, or a file, folder or hub id as for `grade.data.prompts.load_rows`; of more rows than
-    ``limit`` the first ones are taken. `InputError` for a row without text, missing columns, fewer than `LEAST` rows.
+    ``limit`` the first ones are taken. `InputError` for a row without these columns.
     """
-    named = isinstance(source, (str, Path))
-    place = str(source) if named else "texts"
-    rows = load_rows(source, "texts") if named else source
-    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-        raise InputError("texts", type(rows).__name__, 'a file, a hub id, or rows such as {"text": "..."}')
-    found: list[dict[str, Any]] = []
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise InputError(f"row {number} of {place}", row, 'a mapping, such as {"text": "..."}')
-        if limit is not None and len(found) >= limit:
+    texts: list[dict[str, Any]] = []
+    for number, row in enumerate(load_rows(source, "texts") if isinstance(source, (str, Path)) else source):
+        if limit is not None and len(texts) >= limit:
             break
         if "completion" in row and "prompt" in row:
-            found.append({**row, "completion": _completion(row, number)})
+            completion = row["completion"]  # text, or the assistant's message
+            texts.append({**row, "completion": completion if isinstance(completion, str) else completion[0]["content"]})
         elif "text" in row and "completion" not in row:
-            found += _windows(row, number, tokenizer, prompt_tokens, completion_tokens)
+            texts += _windows(row, tokenizer, prompt_tokens, completion_tokens)
         else:
-            raise InputError(f"columns of {place}, row {number}", list(row), '"prompt" and "completion", or "text"')
-    found = found[:limit]
-    if len(found) < LEAST:
-        allowed = f"at least {LEAST} texts (of a prompt of {prompt_tokens} tokens and a completion, where they are cut)"
-        raise InputError("texts", f"{len(found)} from {place}", allowed)
-    return found
+            raise InputError(f"texts, row {number}", list(row), '"prompt" and "completion", or "text"')
+    return texts[:limit]
 
 
-def _completion(row: Row, number: int) -> str:
-    completion = row["completion"]
-    if isinstance(completion, (list, tuple)) and len(completion) == 1 and isinstance(completion[0], Mapping):
-        completion = completion[0].get("content")  # the assistant's message
-    return _text(completion, f"completion in row {number}")
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str) or not value.strip() or re.search("[\ud800-\udfff]", value):
-        raise InputError(field, value, "text (not only white space) that UTF-8 can store")
-    return value
-
-
-def _windows(row: Row, number: int, tokenizer: Any, prompt: int, completion: int) -> Iterator[dict[str, Any]]:
+def _windows(row: Row, tokenizer: Any, prompt: int, completion: int) -> Iterator[dict[str, Any]]:
     """Consecutive windows of a text; those whose prompt is white space are left out."""
-    text = _text(row["text"], f"text in row {number}")
-    ids = tokenizer(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+    ids = tokenizer(row["text"], add_special_tokens=False, truncation=False, padding=False)["input_ids"]
     prompt -= len(special_tokens(tokenizer)[0])
-    if prompt < 1:
-        raise InputError("max_prompt_length", prompt, "room for a token besides those that the tokenizer puts first")
     end = tokenizer.eos_token_id
     others = {name: value for name, value in row.items() if name != "text"}
     width = prompt + completion
@@ -116,11 +83,9 @@ def _windows(row: Row, number: int, tokenizer: Any, prompt: int, completion: int
     for piece, asked in zip(pieces, _prompts(tokenizer, pieces, prompt), strict=True):
         rest = piece[prompt:]
         answer = tokenizer.decode(rest, skip_special_tokens=True)
-        if not asked.strip() or not answer:
-            continue
-        if len(rest) < completion and end is not None:
-            rest = [*rest, end]
-        yield {**others, "prompt": asked, "completion": answer, "completion_ids": rest}
+        if asked.strip() and answer:
+            ended = [end] if len(rest) < completion and end is not None else []
+            yield {**others, "prompt": asked, "completion": answer, "completion_ids": rest + ended}
 
 
 def _prompts(tokenizer: Any, pieces: Sequence[list[int]], most: int) -> list[str]:
@@ -134,6 +99,33 @@ def _prompts(tokenizer: Any, pieces: Sequence[list[int]], most: int) -> list[str
     return texts
 
 
+def encode_texts(rows: Sequence[Row], backbone: Backbone, *, completion_tokens: int, encode: Encode) -> ScoredTexts:
+    """Rows of `read_texts` or `reference_texts` as tokens, without rewards.
+
+    A completion of fewer than T = ``completion_tokens`` tokens gets the end of the sequence; a longer one is cut. A
+    row's ``completion_ids`` are taken as they are. ``encode`` makes prompts of rows.
+    """
+    prompts = encode(rows).to(backbone.device)
+    ids, mask = padded([_completion_ids(backbone, row, completion_tokens) for row in rows], device=backbone.device)
+    return ScoredTexts(prompts, ids, mask, torch.full((len(rows),), torch.nan, dtype=torch.float64))
+
+
+def _completion_ids(backbone: Backbone, row: Row, most: int) -> list[int]:
+    """Tokens of a row's completion, with the end of the sequence where it ends within T = ``most``."""
+    tokenizer, ends, known = backbone.tokenizer, backbone.eos_token_ids, row.get("completion_ids")
+    if known is None:
+        ids = tokenizer(row["completion"], add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+    else:
+        ids = list(known)
+    ids = ids[:most]
+    first_end = next((place for place, token in enumerate(ids) if token in ends), None)
+    if first_end is not None:
+        return ids[: first_end + 1]
+    if known is None and len(ids) < most and ends:
+        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0])
+    return ids
+
+
 @torch.no_grad()
 def score_texts(
     rows: Sequence[Row],
@@ -144,11 +136,10 @@ def score_texts(
     encode: Encode,
     batch_size: int = 256,
 ) -> ScoredTexts:
-    """The rewards of rows from `read_texts` or `reference_texts`, float64, NaN where every function returned None.
+    """`encode_texts` with rewards, float64, NaN where every function returned None.
 
-    A completion of fewer than T = ``completion_tokens`` tokens gets the end of the sequence; a longer one is cut. A
-    row's ``completion_ids`` are taken as they are; columns besides prompt and completion reach the reward. Of the
-    policy only the tokenizer matters, and the base whose embeddings a reward reads. ``encode`` makes prompts of rows.
+    Columns besides prompt and completion reach the reward. Of the policy only the tokenizer matters, and the base whose
+    embeddings a reward reads.
     """
     texts = encode_texts(rows, backbone, completion_tokens=completion_tokens, encode=encode)
     parts = []
@@ -158,68 +149,34 @@ def score_texts(
     return replace(texts, rewards=torch.cat(parts).to(texts.ids.device))
 
 
-def encode_texts(rows: Sequence[Row], backbone: Backbone, *, completion_tokens: int, encode: Encode) -> ScoredTexts:
-    """Rows of `score_texts` as tokens, without rewards."""
-    if backbone.tokenizer is None:
-        raise InputError("tokenizer", None, "the policy's tokenizer: texts are read")
-    prompts = encode(rows).to(backbone.device)
-    completions = [_encoded(backbone, row, number, completion_tokens) for number, row in enumerate(rows)]
-    ids, mask = padded(completions, device=backbone.device)
-    return ScoredTexts(prompts, ids, mask, torch.full((len(rows),), torch.nan, dtype=torch.float64))
-
-
-def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:
-    """Tokens of a row's completion, with the end of the sequence where it ends within T = ``most``."""
-    ids, tokenizer, ends = row.get("completion_ids"), backbone.tokenizer, backbone.eos_token_ids
-    given = ids is not None
-    if not given:
-        ids = tokenizer(row["completion"], add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-    ids = list(ids)[:most] if isinstance(ids, Iterable) else []
-    first_end = next((place for place, token in enumerate(ids) if token in ends), None)
-    if first_end is not None:
-        ids = ids[: first_end + 1]
-    elif not given and len(ids) < most and ends:
-        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0])
-    if not ids or not all(isinstance(token, Integral) and 0 <= token < backbone.vocab_size for token in ids):
-        kind, value = ("completion_ids", row["completion_ids"]) if given else ("text", row["completion"])
-        raise InputError(f"completion in row {number}", value, f"{kind} of tokens that the policy has")
-    return ids
-
-
 @torch.no_grad()
 def reference_texts(
     rows: Sequence[Row],
     number: int,
     backbone: Backbone,
-    sampler: Sampler,
     *,
     completion_tokens: int,
     encode: Encode,
     seed: int = 0,
     min_new_tokens: int = 0,
-    max_difference: float | None = None,
 ) -> list[dict[str, Any]]:
     """N completions of the reference as texts.
 
     Prompts are drawn without replacement, in rounds if there are fewer than N. The reference is the policy without its
-    adapter, at its head's temperature; a server samples it as its base, and is refused where it is more than
-    ``max_difference`` nats away (by default what rounding explains). The seed is that of the choice of prompts and of
-    the samples; ``encode`` is as for `score_texts`.
+    adapter, at its head's temperature. The seed is that of the choice of prompts and of the samples; ``encode`` is as
+    for `encode_texts`.
     """
     generator = torch.Generator(backbone.device).manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(len(rows), generator=order) for _ in range(-(-number // len(rows)))]
     chosen = [rows[i] for i in torch.cat(rounds)[:number].tolist()]
-    prompts, kept = encode(chosen), []
+    prompts, drawn = encode(chosen), []
     with backbone.reference():
         for start in progress(range(0, number, DRAWN), "completions of the reference", delay=WAIT):
-            batch = prompts[slice(start, start + DRAWN)].to(backbone.device)
-            drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
-            if sampler.name not in LOCAL:
-                logps = completion_logps(backbone, batch, drawn.ids, drawn.mask, min_new_tokens)
-                drawn.mismatch(logps).check(sampler.name, backbone.dtype, max_difference)
-            lengths = drawn.mask.sum(1).tolist()
-            kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
-    texts = [backbone.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+            batch = prompts[start : start + DRAWN].to(backbone.device)
+            drawn += PromptBatch(
+                *generate(backbone, batch, completion_tokens, generator, min_new_tokens=min_new_tokens)
+            ).rows()
+    texts = [backbone.tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
     return [{**row, "completion": text, "completion_ids": ids}
-            for row, text, ids in zip(chosen, texts, kept, strict=True)]  # fmt: skip
+            for row, text, ids in zip(chosen, texts, drawn, strict=True)]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from grade.gradients.losses import clipped_surrogate, k3
+from grade.gradients.losses import clipped_surrogate
 from grade.memory.models import build_backbone, model_config, with_layers
 from grade.memory.records import CATEGORIES
 from grade.memory.settings import Microbatch, TracedConfig, generator_on
@@ -163,7 +163,7 @@ class PolicyStepConfig(TracedConfig):
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
                     new, _ = logps()
                 surrogate = clipped_surrogate(new, old, advantages, 0.2)
-                kl = k3(new, ref)
+                kl = (ref - new).expm1() - (ref - new)
                 loss = ((_BETA * kl - surrogate) * mask).sum() / mask.sum()
             loss.backward()
 
@@ -185,8 +185,8 @@ def _dense(
 def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
     """One of several GPUs that divide weights, gradients and optimizer state (ZeRO-3), by arithmetic.
 
-    Gathered whole at any time: the tables, two
-    layers (the one that runs and the next), and one layer's gradients. Left out: buffers of the communication library.
+    Gathered whole at any time: the tables, two layers (the one that runs and the next), and one layer's gradients.
+    Left out: buffers of the communication library.
     """
     if gpus == 1:
         return whole

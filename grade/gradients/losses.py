@@ -1,4 +1,4 @@
-"""Policy-gradient losses as pure functions of tensors: advantages, surrogates, importance weights, KL estimators.
+"""Policy-gradient losses as pure functions of tensors: advantages and surrogates.
 
 No model and no sampling here; `grade.gradients.policy_gradient` calls these. Shapes as everywhere: B completions,
 T tokens; a group is the G completions of one prompt, so grouped returns are [N, G] with B = N G. Masks are 1 at a
@@ -17,14 +17,11 @@ Left out: entropy bonuses, and a clipped ratio of whole sequences (GSPO).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
-
-ImportanceSampling = Literal["none", "token", "sequence"]
 
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation."""
@@ -177,52 +174,3 @@ def clip_fraction(logps: Tensor, old_logps: Tensor, mask: Tensor, epsilon: float
     """Share of tokens whose ratio lies outside the clip range, a scalar."""
     outside = ((logps - old_logps).exp() - 1).abs() > epsilon
     return (outside * mask).sum() / mask.sum()
-
-
-def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, epsilon: float) -> Tensor:
-    """``max((V - G)^2, (V_old + clip(V - V_old, -eps, eps) - G)^2) / 2`` [B, T]; epsilon is in units of reward."""
-    clipped = old_values + (values - old_values).clamp(-epsilon, epsilon)
-    return torch.maximum((values - targets) ** 2, (clipped - targets) ** 2) / 2
-
-
-@torch.no_grad()
-def importance_weights(
-    logps: Tensor, sampler_logps: Tensor, mask: Tensor, level: ImportanceSampling, cap: float
-) -> Tensor | None:
-    """Truncated importance weights of completions that a slightly different policy q has sampled; None without.
-
-    The sampler has other kernels or another type than the trained policy p. With ``r_t = p(y_t | y_<t) / q(y_t |
-    y_<t)`` the gradient of the objective is an average over q's completions with weights (Ionides 2008, Truncated
-    Importance Sampling; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"):
-
-    - sequence: ``w = min(prod_t r_t, C)`` [B, 1] for all of a completion's terms, KL included. Not truncated,
-      ``E_q[w f] = E_p[f]``: unbiased. Its variance grows with the length.
-    - token: ``w_t = min(r_t, C)`` [B, T] for the term of token t. Little variance, but the prefixes are still q's:
-      biased, even if nothing is truncated. KL's own gradient at t depends on the prefix alone, so it has no weight.
-
-    Truncation bounds the variance, and the bias by ``E_p[|f|; w > C]``.
-
-    >>> q, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    >>> importance_weights(p, q, torch.ones(1, 2), "token", 1.2)        # 1/2, and 3/2 truncated
-    tensor([[0.5000, 1.2000]])
-    >>> importance_weights(p, q, torch.ones(1, 2), "sequence", 1.2)     # 1/2 * 3/2
-    tensor([[0.7500]])
-    """
-    if level == "none":
-        return None
-    difference = (logps - sampler_logps) * mask
-    if level == "sequence":
-        difference = difference.sum(1, keepdim=True)
-    return difference.exp().clamp(max=cap)
-
-
-def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Estimates [B, T] in nats of ``KL(pi || ref)`` from sampled tokens, unbiased and at least 0 (Schulman 2020).
-
-    ``k3 = r - 1 - log r`` with ``log r = log ref - log pi``.
-
-    >>> round(float(k3(torch.tensor(-1.0), torch.tensor(-1.5))), 4)
-    0.1065
-    """
-    log_ratio = ref_logps - logps
-    return log_ratio.expm1() - log_ratio

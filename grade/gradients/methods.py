@@ -7,6 +7,7 @@ key. A capability that several methods share (`CAPABILITIES`) adds its fields in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -131,19 +132,16 @@ class MethodConfig(Config):
         """As `Config.described`, with the settings of each method, and the methods that have one before its meaning."""
         yield from super().described(prefix)
         having: dict[tuple[str, str], list[str]] = {}
-        for method in METHODS:
-            if method != AUTO:
-                for line in import_object(METHODS[method].settings).described(prefix):
-                    having.setdefault(line, []).append(method)
+        for name, settings in _all_settings().items():
+            for line in settings.described(prefix) if name != AUTO else ():
+                having.setdefault(line, []).append(name)
         for (name, text), methods in having.items():
             yield name, f"[{', '.join(methods)}] {text}"
-        for path in CAPABILITIES.values():
-            yield from import_object(path).described(prefix)
 
     @classmethod
     def explain_unknown(cls, name: str) -> str:
         """As `Config.explain_unknown`; a field of other methods is named as theirs."""
-        having = [method for method in METHODS if name in cls.kind({"method": method}).model_fields]
+        having = [other for other, settings in _all_settings().items() if name in settings.model_fields]
         if having:
             return f"a setting of this method: only {', '.join(having)} have {name}"
         return super().explain_unknown(name)
@@ -159,7 +157,7 @@ class MethodConfig(Config):
     def values_for(cls, method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that apply to a method, with ``method`` set: one file can serve several methods."""
         mine = cls.kind({**values, "method": method}).model_fields
-        others = {name for other in METHODS for name in cls.kind({"method": other}).model_fields}
+        others = {name for settings in _all_settings().values() for name in settings.model_fields}
         return {name: value for name, value in values.items() if name in mine or name not in others} | {
             "method": method
         }
@@ -192,6 +190,18 @@ class MethodConfig(Config):
 
 def _belongs(key: str, capability: str) -> bool:
     return key == capability or key.startswith(f"{capability}_")
+
+
+@functools.cache
+def _all_settings() -> dict[str, type[Config]]:
+    """Settings of every method and capability that is installed, by its name."""
+    paths = {name: method.settings for name, method in METHODS.items()}
+    paths |= {f"{name} = ...": path for name, path in CAPABILITIES.items()}
+    found: dict[str, type[Config]] = {}
+    for name, path in paths.items():
+        with contextlib.suppress(ModuleNotFoundError):
+            found[name] = import_object(path)
+    return found
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -25,8 +25,8 @@ ANY_REWARD = "distilled, reinforce, rloo, remax, grpo, ppo"
 class Objective:
     """``L = mean_b(-R_b + beta * mean_t KL_bt)``, KL over the completion's valid positions only.
 
-    With a teacher, R has ``-w mean_t D_bt`` as one of its parts, D being the policy's divergence from it. As with KL,
-    the gradient has two terms: which tokens are sampled, through R, and D's own at each position (`taught`).
+    Further terms ``-mean_t D_bt`` that depend on the policy's distributions are parts of R too. As with KL, their gradient
+    has two parts: which tokens are sampled, through R, and D's own at each position (`taught`).
 
     The reference is a constant: KL's gradient reaches the policy's logits and, through them, earlier tokens, but not
     the reference's own inputs (as in the source documents, which run the reference without gradient).
@@ -36,7 +36,7 @@ class Objective:
             `grade.rewards.model.RewardModel`.
         beta: Weight of KL, in reward per nat and token (the documents' ``kl_coef``).
         scope: Which text is scored; the same for every method. Functions of text always get prompts and completions.
-        teacher: Its divergence is part of the reward; None: no teacher.
+        terms: Further terms: from hidden states [B, T, D], prompts, completions and mask [B, T] to D [B, T].
 
     Raises:
         ValueError: If the reward was made for another scope.
@@ -45,7 +45,7 @@ class Objective:
     reward_model: Reward | Callable[[Tensor, Tensor], Tensor]
     beta: float = 0.1
     scope: RewardScope = "prompt_and_completion"
-    teacher: Any = None
+    terms: Sequence[Callable[..., Tensor]] = ()
 
     def __post_init__(self) -> None:
         reward = self.reward_model
@@ -102,10 +102,9 @@ class Objective:
         return self.reward_model.score(backbone, prompts, ids, mask)
 
     def taught(self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor | None:
-        """``w D_bt`` of given completions [B, T], differentiable in hidden states [B, T, D]; None without a teacher."""
-        if self.teacher is None:
-            return None
-        return self.teacher.weight * self.teacher.divergence(hidden, self.teacher.hidden(prompts, ids, mask), mask)
+        """The sum of all further terms D_bt [B, T], differentiable in hidden states [B, T, D]; None without any."""
+        values = [term(hidden, prompts, ids, mask) for term in self.terms]
+        return sum(values[1:], values[0]) if values else None
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ because KL depends on which tokens were sampled, and KL's own gradient at the sa
 | ppo | token by token: generalised advantage estimation over time with a learned value, whitened over the step |
 
 A step with one update needs one pass with gradient; with several updates, completions are first scored without
-gradient. The value head reads the policy's hidden states but sends no gradient into them; with ``value_fit:
-closed_form`` it is solved from the frozen base's states instead. With ``self_certainty_reward`` (Intuitor) the reward
-is the policy's own self-certainty, a constant of the update.
+gradient. The value head reads the policy's hidden states but sends no gradient into them. With
+``self_certainty_reward`` (Intuitor) the reward is the policy's own self-certainty, a constant of the update.
 
 Left out: entropy bonuses, shuffling between passes.
 """
@@ -43,9 +42,6 @@ from grade.models.head import self_certainty, wide
 from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, hidden_logps, predicting_hidden, token_kl
-
-CLOSED_FORM_PENALTY = 0.1
-"""Ridge penalty of `ClosedFormValues` per token, in units of a normalised state's mean square, 1."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,6 @@ class Completions(Rows):
     prompts: PromptBatch  # B prompts, each G times in a row
     ids: Tensor  # completions [B, T]
     mask: Tensor  # [B, T], 1 at a token, end-of-sequence included
-    weights: Tensor | None = None  # importance weights [B, T], or [B, 1] of sequences (`losses.importance_weights`)
 
     @property
     def text(self) -> tuple[PromptBatch, Tensor, Tensor]:
@@ -165,9 +160,9 @@ class _Experience(Rows):
     """Completions with everything that an update treats as constant."""
 
     completions: Completions
-    reference: Tensor  # hidden states of the reference [B, T, D], or for k3 its log-probabilities [B, T]
+    reference: Tensor  # hidden states of the reference [B, T, D]
     logps: Tensor  # log-probabilities under the policy that sampled [B, T]
-    kl: Tensor  # KL, or its estimate, under that policy [B, T]
+    kl: Tensor  # KL under that policy [B, T]
     reward: Tensor  # [B], NaN where no function scored
     returns: Tensor  # penalised returns [B]
     advantages: Tensor  # [B, T], or [B, 1] if all tokens share one
@@ -207,40 +202,6 @@ class _ValueHead(nn.Module):
         """V [B, T] of hidden states [B, T, D], which get no gradient."""
         hidden = hidden.detach().to(self.linear.weight.dtype)
         return self.linear(F.layer_norm(hidden, hidden.shape[-1:])).squeeze(-1)
-
-
-class ClosedFormValues(_ValueHead):
-    """`_ValueHead` solved by ridge regression on all tokens so far, instead of trained.
-
-    Features are the *frozen base's* normalised hidden states x (with a constant), targets the penalised returns of the
-    completions: neither depends on the policy that is trained, so tokens of earlier steps stay valid. With
-    ``A = sum x x^T`` and ``b = sum x G``, ``w = (A + lambda n I)^-1 b``; A and b are all that is kept.
-    """
-
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__(backbone)
-        self.requires_grad_(False)
-        size = backbone.hidden_size + 1
-        for name, shape in (("products", (size, size)), ("targets", (size,)), ("tokens", ())):
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64, device=backbone.device))
-
-    def add(self, hidden: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> None:
-        """Add a microbatch: hidden states [B, T, D], returns [B], mask [B, T]; ``total`` sums over processes."""
-        kept = mask.bool()
-        x = F.layer_norm(hidden.double(), hidden.shape[-1:])[kept]
-        x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-        y = returns.double().unsqueeze(1).expand(mask.shape)[kept]
-        self.products += total(x.T @ x)
-        self.targets += total(x.T @ y)
-        self.tokens += total(kept.sum().double())
-
-    def solve(self) -> None:
-        """Fit to everything that was added."""
-        penalty = torch.full_like(self.targets, CLOSED_FORM_PENALTY) * self.tokens
-        penalty[-1] = 0  # the mean is not shrunk
-        weights = torch.linalg.solve(self.products + penalty.diag(), self.targets)
-        self.linear.weight.copy_(weights[:-1].unsqueeze(0))
-        self.linear.bias.copy_(weights[-1:])
 
 
 class Learner:
@@ -316,13 +277,13 @@ class PolicyGradient(Learner):
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         super().__init__(config, backbone)
         self.method = POLICY_GRADIENT_METHODS[config.method]
-        self.certainty_reward = isinstance(config, GRPOSettings) and config.self_certainty_reward
-        self.closed_form = self.method.value_head and config.value_fit == "closed_form"
-        kind = ClosedFormValues if self.closed_form else _ValueHead
-        self.value_head = kind(backbone) if self.method.value_head else None
+        grpo = isinstance(config, GRPOSettings)
+        self.certainty_reward = grpo and config.self_certainty_reward
+        self.normalize_std = grpo and config.scale_rewards == "group"
+        self.value_head = _ValueHead(backbone) if self.method.value_head else None
 
     def parameters(self) -> list[nn.Parameter]:  # noqa: D102
-        return [] if self.value_head is None or self.closed_form else list(self.value_head.parameters())
+        return [] if self.value_head is None else list(self.value_head.parameters())
 
     def tensors(self) -> dict[str, Tensor]:
         """The value head's."""
@@ -362,10 +323,6 @@ class PolicyGradient(Learner):
         for completions in self.sampled(microbatches):
             with torch.no_grad():
                 experience.append(self._experience(completions, objective, self._terms(completions, None)))
-        if self.closed_form:  # after the advantages: a baseline must not have seen its own completions
-            for seen in experience:
-                self.value_head.add(seen.reference, seen.returns.nan_to_num(0.0), seen.scored, context.total)
-            self.value_head.solve()
         if self.value_head is not None and self.config.whiten_advantages:
             experience = self._whitened(experience, objective, context)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
@@ -404,23 +361,15 @@ class PolicyGradient(Learner):
         return advantages, torch.where(scored.bool(), targets, values)
 
     def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probabilities and KL [B, T], hidden states [B, T, D] and the reference's part of KL."""
+        """Log-probabilities and KL [B, T], hidden states of policy and reference [B, T, D]."""
         prompts, ids, mask = completions.text
-        exact = self.config.kl_estimator == "exact"
         if reference is None:
             reference = self.reference(prompts, ids)
-            reference = reference if exact else self._logps(reference, completions)
         hidden = self.hidden(prompts, ids)
-        logps = self._logps(hidden, completions)
-        if exact:
-            return logps, token_kl(self.backbone, hidden, reference, mask), hidden, reference
-        return logps, losses.k3(logps, reference), hidden, reference
-
-    def _logps(self, hidden: Tensor, completions: Completions) -> Tensor:
-        # Under the distribution that was sampled from: no end-of-sequence before min_new_tokens.
+        # Under the distribution that was sampled from: no end-of-sequence before min_completion_length.
         least = self.config.min_completion_length
-        ids, mask = completions.ids, completions.mask
-        return hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=least)
+        logps = hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=least)
+        return logps, token_kl(self.backbone, hidden, reference, mask), hidden, reference
 
     @torch.no_grad()
     def _experience(
@@ -436,7 +385,7 @@ class PolicyGradient(Learner):
         seen = _Experience(completions, reference, logps, kl, reward, returns, returns)
         if self.value_head is None:
             return replace(seen, advantages=self._advantages(seen, objective))
-        values = self.value_head(reference if self.closed_form else hidden)
+        values = self.value_head(hidden)
         advantages, targets = self._gae(reward, kl, values, seen.scored, objective)
         return replace(seen, advantages=advantages, values=values, targets=targets)
 
@@ -464,7 +413,7 @@ class PolicyGradient(Learner):
         else:
             reward = losses.relative(seen.reward.view(grouped.shape)).flatten()  # before KL, which is smaller
             grouped = penalised(reward, seen.kl, completions.mask, objective.beta).view(grouped.shape)
-            advantages = losses.grpo(grouped, self.config.scale_rewards == "group")
+            advantages = losses.grpo(grouped, self.normalize_std)
         return advantages.nan_to_num(0.0).reshape(-1, 1)
 
     def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
@@ -478,18 +427,13 @@ class PolicyGradient(Learner):
             self._note({"clip_fraction": losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon)})
         else:
             weighted = seen.advantages * logps
-        if (weights := seen.completions.weights) is not None:
-            weighted = weighted * weights
-            if weights.shape[1] == 1:  # of whole completions, the penalties' own gradients included
-                kl, taught = kl * weights, taught if taught is None else taught * weights
         penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
         if taught is not None:
             penalty = penalty + seen.kl_factor * sequence_mean(taught, mask).mean()
         loss = -(weighted * mask).sum(-1).mean() + penalty
-        if self.value_head is None or self.closed_form:
+        if self.value_head is None:
             return loss
-        each = losses.value_loss(self.value_head(hidden), seen.values, seen.targets, self.config.value_clip)
-        value_loss = sequence_mean(each, mask).mean()
+        value_loss = sequence_mean((self.value_head(hidden) - seen.targets) ** 2 / 2, mask).mean()
         self._note({"value_loss": value_loss.detach()})
         return loss + value_loss
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.gradients.rollout import Rollout, condition, noise_given, sample
+from grade.gradients.rollout import Rollout, noise_given, sample
 from grade.models.gather import whole
 from grade.models.head import (
     EmbeddingTable,
@@ -67,7 +67,6 @@ def replay(
     tolerance: float = 0.0,
     gradient_checkpointing: bool = False,
     rollout: Rollout | None = None,
-    completions: tuple[Tensor, Tensor] | None = None,
 ) -> GradientStep:
     """Accumulate the (hop-truncated) gradient of the objective.
 
@@ -82,24 +81,16 @@ def replay(
         tolerance: Stop when ``|a_n - a_{n-1}| <= tolerance |a_n|``; 0 always takes all hops.
         gradient_checkpointing: Recompute each layer in backward; one more forward per vector-Jacobian product.
         rollout: A rollout of the same policy, instead of sampling one.
-        completions: Ids and mask [B, T] of completions sampled elsewhere, instead of sampling: see
-            `grade.gradients.rollout.condition`. Straight-through estimators only.
 
     Returns:
         The step's reward, KL, loss, and the residual of the last hop.
 
     Raises:
-        ValueError: If both a rollout and completions are given, or the completions' shapes do not fit.
-        InputError: If hops < 0, a reward has no gradient, completions do not fit the policy, or a reward or the loss is
-            not finite.
+        InputError: If hops < 0, a reward has no gradient, or a reward or the loss is not finite.
     """
     if hops < 0:
         raise InputError("hops", hops, "at least 0")
     objective.require_gradient(relaxation.estimator)
-    if completions is not None:
-        if rollout is not None:
-            raise ValueError("replay takes a rollout or completions, not both")
-        rollout = condition(backbone, prompts, *completions, relaxation, generator)
     rollout = rollout or sample(backbone, prompts, relaxation, generator)
     graph = ReplayGraph(backbone, rollout, gradient_checkpointing)
     reward, r, k_reward = graph.reward(objective, relaxation)
@@ -252,7 +243,7 @@ class ReplayGraph:
         a, residual, used, going = r, None, 0, min(hops, self.e.shape[1] - 1) > 0
         while self.backbone.anywhere(going):
             new = r + step_back(grad_outputs=pull(a) + k)[0]
-            if not going:  # only for the other processes, whose passes of a sharded base need this one
+            if not going:  # only for the other processes, whose passes of a divided base need this one
                 continue
             residual, a, used = (new - a).norm() / new.norm().clamp_min(torch.finfo(new.dtype).tiny), new, used + 1
             going = used < min(hops, self.e.shape[1] - 1) and not (tolerance > 0 and bool(residual <= tolerance))

@@ -2,8 +2,8 @@
 
 `sample` draws relaxed completions and keeps what is needed to replay them: the hard tokens, the support and its noise,
 each [B, T, K] or smaller ([B, T, M, K] with `gumbel_rao`, [B, T, 1] with `st`, whose backward pass reads neither). The
-policy's logits [B, V] exist for one position at a time. `condition` makes a rollout of completions that were sampled
-elsewhere. Ordinary samples, for evaluation, come from `grade.models.sampling.generate`.
+policy's logits [B, V] exist for one position at a time. Ordinary samples,
+for evaluation, come from `grade.models.sampling.generate`.
 
 A completion ends with a hard end-of-sequence token, which still counts. Later positions are masked; draws there affect
 no result. The loop always runs the full T steps.
@@ -23,7 +23,6 @@ from grade.models.head import chunk_rows, weighted_embedding
 from grade.models.policy import Policy
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos, skinny_products
-from grade.models.scoring import check_shapes, predicting_hidden
 
 
 @dataclass(frozen=True)
@@ -83,29 +82,6 @@ def sample(backbone: Policy, prompts: PromptBatch, config: RelaxationConfig, gen
 
 
 @torch.no_grad()
-def condition(
-    backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor, config: RelaxationConfig,
-    generator: torch.Generator,
-) -> Rollout:  # fmt: skip
-    """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
-
-    One teacher-forced pass without gradient gives the logits of every position; supports and noise are drawn given the
-    tokens (`Estimator.draw`). `st` needs neither, so it takes no pass. For samples of the policy, the rollout has
-    the same distribution as one of `sample`. For samples of another policy the gradient is off-policy, which is not
-    corrected here.
-
-    Ids and mask are [B, T], in the policy's own tokens; the mask is 1 up to and including the first end-of-sequence
-    token (or the cut), then 0. ``config.max_new_tokens`` is not used.
-    """
-    _check(backbone, prompts, ids, mask, config.min_new_tokens)
-    check_length(backbone, prompts.ids.shape[1] + ids.shape[1])
-    ids = ids * mask
-    hidden = None if ESTIMATORS[config.estimator].dense else predicting_hidden(backbone, prompts, ids)
-    support, noise = noise_given(backbone, hidden, ids, mask, config, generator)
-    return Rollout(prompts, ids, mask.long(), support, noise, backbone.embed(ids))
-
-
-@torch.no_grad()
 def noise_given(
     backbone: Policy, hidden: Tensor | None, ids: Tensor, mask: Tensor, config: RelaxationConfig,
     generator: torch.Generator,
@@ -132,21 +108,3 @@ def noise_given(
             logits = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
             draws.append(estimator.draw(logits, config, generator, flat[chunk]))
     return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in zip(*draws, strict=True))
-
-
-def _check(backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int) -> None:
-    """Reject completions [B, T] that the policy could not have written."""
-    check_shapes(prompts, ids, mask)
-    valid = mask.bool()
-    if not valid[:, 0].all() or (valid[:, 1:] & ~valid[:, :-1]).any():
-        raise ValueError(f"completion masks {mask.tolist()} are not ones, at least one, and then zeros")
-    tokenizer = backbone.tokenizer
-    known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
-    if unknown := {token for token in ids[valid].tolist() if not 0 <= token < known}:
-        allowed = f"ids of the policy's own tokenizer, 0 to {known - 1}"
-        raise InputError("completion tokens", sorted(unknown), allowed)
-    ends = is_eos(ids, backbone.eos_token_ids) & valid
-    if (ends[:, :-1] & valid[:, 1:]).any():
-        raise InputError("completions", "a token after an end-of-sequence", "a mask that ends with end-of-sequence")
-    if ends[:, :min_new_tokens].any():
-        raise InputError("completions", "an end-of-sequence", f"none before min_new_tokens = {min_new_tokens}")

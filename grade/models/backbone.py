@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -43,7 +42,6 @@ from grade.models.adapter import (
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_loaded, probe
 from grade.models.gather import whole
-from grade.models.sharding import any_process, shard_base
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -62,6 +60,9 @@ class Backbone(FrozenBase):
         InputError: If the model or the adapter cannot be supported; the message says why.
     """
 
+    lockstep = False
+    """Whether each pass needs all processes, so that they must make equally many."""
+
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
@@ -75,7 +76,6 @@ class Backbone(FrozenBase):
         if wrapped is None:
             refuse_adapted(model)
         super().__init__(model, tokenizer)
-        self.shards: dist.ProcessGroup | None = None
         probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
         if adapter is not None:
@@ -125,18 +125,12 @@ class Backbone(FrozenBase):
             other.eos_token_ids = (*self.eos_token_ids, end)
         return other
 
-    def shard(self, device: torch.device) -> None:
-        """Divide the base among all processes, unless it is divided already; see `grade.models.sharding`."""
-        if self.shards is None:
-            self.shards = shard_base(self.model, device)
-            self.head = replace(self.head, weight=self.model.get_output_embeddings().weight)
-
     def anywhere(self, flag: bool) -> bool:
-        """Whether a flag is set on any process that holds a part of the base; the flag itself where all is here.
+        """Whether a flag is set on any process that takes part in this one's passes: here on this one.
 
-        For loops whose length depends on the data: each pass of a sharded base needs all processes.
+        For loops whose length depends on the data, where `lockstep`.
         """
-        return flag if self.shards is None else any_process(flag, self.shards, self.device)
+        return flag
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
@@ -155,13 +149,13 @@ class Backbone(FrozenBase):
 
         For sampling, where each step has few rows and the adapter's small products take as much time as the base's.
         Meanwhile the adapted weights exist twice; the originals are put back unchanged. A half-precision base is not
-        merged: rounding ``W + B A`` to 8 bits would lose the adapter. Nor is a sharded one, whose weights are gathered
+        merged: rounding ``W + B A`` to 8 bits would lose the adapter. Nor is a divided one, whose weights are gathered
         anew for every token; embedding table and head stay gathered within.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.phase("rollout"))
             stack.enter_context(whole(self.embedding_weight, self.head.weight))
-            if self.peft is not None and self.dtype in FOLDED_TYPES and self.shards is None:
+            if self.peft is not None and self.dtype in FOLDED_TYPES and not self.lockstep:
                 watcher = self._watcher
                 stack.enter_context(folded(self.model, watcher and (lambda new: watcher.tag(new, "weights"))))
                 stack.enter_context(self.reference())

@@ -10,8 +10,8 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def whole(*tables: Tensor) -> Iterator[None]:
-    """Within this context all rows of those tables that are sharded are here: gathered once for many operators."""
+    """Within this context all rows are here of those tables that are in parts: gathered once for many operators."""
     with contextlib.ExitStack() as stack:
-        for shards in {id(t._shards): t._shards for t in tables if hasattr(t, "_shards")}.values():
-            stack.enter_context(shards.all())
+        for parts in {id(t.parts): t.parts for t in tables if hasattr(t, "parts")}.values():
+            stack.enter_context(parts.all())
         yield

@@ -35,9 +35,6 @@ BLOCK_TOKENS = 1024
 GATHER_ELEMENTS = 2**24
 """Elements of gathered head rows [n, K, D] that exist at once in `support_logits`."""
 
-NOTHING = -1e4
-"""Log-probability of a cell without tokens in `coarse_jensen_shannon`: its exponential is 0 in every type."""
-
 RowFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """From logits [n, V] to one number per row and its gradient in the logits; see `row_values`."""
 
@@ -102,7 +99,7 @@ class Head:
 
 
 def _gains_by_blocks(hidden: Tensor, weight: Tensor) -> bool:
-    here = hidden.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)  # such as neither traced nor sharded
+    here = hidden.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)  # such as neither traced nor in parts
     large = hidden.dtype == torch.float32 and len(weight) > 8 * BLOCK_TOKENS
     # What is written to a given tensor has no derivative, neither backward nor forward.
     return here and large and not torch.is_grad_enabled() and forward_ad.unpack_dual(hidden).tangent is None
@@ -211,7 +208,7 @@ def row_values(
     ``of_logits`` is called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``,
     which are constants with N rows. It returns values [n] and, if needed, their gradient in the logits [n, V], and may
     overwrite the logits. Other tables that it reads, its attribute ``reads``, are gathered once for all rows if they
-    are sharded. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
+    are in parts. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
     ``where`` is True. Values are float32 (float64 for a float64 model).
     """
     if where is None or not forbidden:
@@ -275,94 +272,6 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
         return kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed else None
 
     return row_values(head, hidden, of_logits, ref_hidden.detach())
-
-
-def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Tensor, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence of a policy p from a teacher q over the vocabulary; see `row_values`.
-
-    ``D = beta KL(q || m) + (1 - beta) KL(p || m)`` in nats with ``m = beta q + (1 - beta) p``, row by row; beta = 0 is
-    the forward ``KL(q || p)`` and beta = 1 the reverse ``KL(p || q)``, as in TRL (Agarwal et al. 2024,
-    arXiv:2306.13649). Differentiable in ``hidden`` [N, D]; ``teacher_hidden`` [N, D_q] are constants. With
-    ``g = (1 - beta) log(p / m)``, ``dD/dl_v = p_v (g_v - E_p g)``; at beta = 0 it is ``p_v - q_v``, and at beta = 1
-    ``p_v (log p_v - log q_v - D)``.
-
-    Heads of unequal width are compared on the tokens that both have, each distribution renormalised there: the others
-    are padding. As in `kl_divergence`, the sum is of terms >= 0.
-    """
-    shared = min(len(head.weight), len(teacher.weight))
-
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        missing, logits = logits.shape[1] - shared, logits[:, :shared]
-        taught = teacher(others[0])[:, :shared].to(logits.dtype)
-        # The probabilities lie over the logits: four tensors of size V, and no fifth.
-        value, grad = _divergence(logits.log_softmax(-1), taught.log_softmax(-1), beta, logits, taught)
-        return value, F.pad(grad, (0, missing)) if needed else None
-
-    of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
-    return row_values(head, hidden, of_logits, teacher_hidden.detach())
-
-
-def _divergence(
-    logp: Tensor, logq: Tensor, beta: float, p: Tensor | None = None, q: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`jensen_shannon` [n] of log-probabilities [n, C], and its gradient in the logits that those of p are made of.
-
-    All arguments are overwritten, the last two by the probabilities.
-    """
-    p, q = torch.exp(logp, out=p), torch.exp(logq, out=q)
-    if beta == 0:
-        value = logq.sub_(logp).mul_(q).sub_(q).add_(p).sum(-1)
-        grad = p.sub_(q)
-    elif beta == 1:
-        g = logp.sub_(logq)
-        value = torch.mul(p, g, out=logq).sub_(p).add_(q).sum(-1)
-        grad = p.mul_(g.sub_(value.unsqueeze(-1)))
-    else:
-        logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
-        logm = torch.where(logp == logq, logp, logm)  # the same, without rounding that an optimizer would follow
-        m, g = logm.exp(), logp.sub_(logm)
-        value = (beta * (q * logq.sub_(logm) - q + m) + (1 - beta) * (p * g - p + m)).sum(-1)
-        grad = p.mul_(g.sub_((p * g).sum(-1, keepdim=True))).mul_(1 - beta)
-    return value, grad
-
-
-def coarse_jensen_shannon(
-    head: Head, hidden: Tensor, support: Tensor, logq: Tensor, beta: float
-) -> tuple[Tensor, Tensor]:
-    """`jensen_shannon` of which the teacher is known at a support only: a lower bound, with its exact gradient.
-
-    It is [N] in nats, differentiable in ``hidden`` [N, D]; beside it the policy's mass of the rest [N].
-
-    Both distributions are coarsened to the same cells: each token of the row's support [N, K], and one for all others,
-    the rest, which comes last in the teacher's log-probabilities ``logq`` [N, K + 1]. Coarsening lowers every such
-    divergence (data-processing inequality), it is 0 for equal distributions, and with the whole vocabulary as support
-    it is `jensen_shannon` itself. By the chain rule it misses what differs within the rest,
-    ``beta q_r KL(q_|r || m_|r) + (1 - beta) p_r KL(p_|r || m_|r)``, where q_r and p_r are the masses of the rest and
-    ``|r`` is given the rest: for 0 < beta < 1 at most ``m_r h(beta q_r / m_r) <= m_r log 2``, with
-    ``m_r = beta q_r + (1 - beta) p_r`` and h the entropy of a bit in nats. For the two KLs it is the mass of the rest,
-    q_r or p_r, times a KL that the support does not tell.
-
-    With D the coarse divergence and P_c the policy's mass of cell c,
-    ``dD/dl_v = p_v (dD/dP_c(v) - sum_c P_c dD/dP_c)``: all tokens of the rest are moved alike. A cell whose ``logq`` is
-    `NOTHING` is not there, whatever its token.
-    """
-    masses = []
-
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        ids, logq = others
-        logp = logits.log_softmax(-1)
-        del logits
-        rest = logp.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-        masses.append(rest.exp().squeeze(1))
-        cells = torch.cat([logp.gather(1, ids), rest], 1).clamp(min=NOTHING)
-        value, grad = _divergence(cells.masked_fill(logq <= NOTHING, NOTHING), logq.clone(), beta)
-        if not needed:
-            return value, None
-        outside = logp.sub_(rest.clamp(min=NOTHING)).exp_().mul_(grad[:, -1:])
-        return value, outside.scatter_(1, ids, 0.0).scatter_add_(1, ids, grad[:, :-1])
-
-    value = row_values(head, hidden, of_logits, support, logq)
-    return value, torch.cat(masses)
 
 
 def token_logps(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from grade.errors import InputError
 from grade.models.noise import Draw, gumbel_noise
@@ -92,9 +91,7 @@ def generate(
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_early: bool = True,
-    logps: list[Tensor] | None = None,
     inverse: bool = False,
-    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Ordinary samples: ``argmax(l / temperature + g)``, an exact sample of ``softmax(l / temperature)``.
 
@@ -106,10 +103,8 @@ def generate(
         temperature: Sampling temperature; 0 is greedy.
         min_new_tokens: End-of-sequence is not sampled before this many tokens.
         stop_early: Stop when every completion has ended.
-        logps: A list that gets each position's log-probabilities [B] of its tokens; not for greedy completions.
         inverse: Draw a token with one random number (`draw`) instead of noise for the whole vocabulary: less to
             compute. The completions have the same distribution; they are other ones for the same seed.
-        shared: Read a prompt once for all of its completions, which follow each other in the batch.
 
     Returns:
         Completion ids and mask, each [B, T'] with T' <= T.
@@ -123,34 +118,27 @@ def generate(
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
     eos, ids, masks, going = backbone.eos_token_ids, [], [], True
-    products = contextlib.nullcontext() if shared else skinny_products(backbone.embedding_weight)
-    with backbone.merged(), products:
-        state = _shared_decoder(backbone, prompts) if shared else Decoder(backbone, prompts)
+    with backbone.merged(), skinny_products(backbone.embedding_weight):
+        state = Decoder(backbone, prompts)
         alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
         for step in range(max_new_tokens):
             if going:
                 logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
                 if inverse:
-                    token, values = draw(logits / temperature, generator)
-                    _check_logits(values, alive)
+                    token, logps = draw(logits / temperature, generator)
+                    _check_logits(logps, alive)
                 else:
                     if temperature > 0:
                         shape = tuple(logits.shape)
                         noise = generator(shape) if callable(generator) else gumbel_noise(shape, generator)
-                        plain = None if logps is None else logits  # otherwise it is freed here
                         logits = logits / temperature + noise
                     token = logits.argmax(-1)
-                    if logps is not None:
-                        values = (plain / temperature).log_softmax(-1)
-                        values = values.gather(-1, token.unsqueeze(-1)).squeeze(-1)
                     _check_logits(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
-                if logps is not None:
-                    logps.append(values)
                 ids.append(token)
                 masks.append(alive)
                 alive = alive & ~is_eos(token, eos)
                 going = not stop_early or bool(alive.any())
-            # A process whose completions have ended still takes part in the others' passes of a sharded base.
+            # A process whose completions have ended still takes part in the others' passes of a divided base.
             if step + 1 == max_new_tokens or not backbone.anywhere(going):
                 break
             state.advance(backbone.embed(token))
@@ -187,21 +175,6 @@ class Decoder:
         """Append a token's embeddings [B, D]."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
         self.last = self.backbone.decode(embeds.unsqueeze(1), self.mask, self.cache)[:, 0]
-
-
-def _shared_decoder(backbone: Policy, prompts: PromptBatch) -> Decoder:
-    """A decoder with a row for each prompt that reads equal prompts in a row once."""
-    keys = torch.cat([prompts.ids * prompts.mask, prompts.mask], 1)
-    _, place = torch.unique_consecutive(keys, return_inverse=True, dim=0)
-    first = torch.cat([place.new_ones(1), place.diff()]).nonzero().squeeze(1)
-    state = Decoder(backbone, prompts[first])
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in state.cache.layers):
-        allowed = f"own for {type(backbone.model).__name__}: a state of linear attention cannot be shared"
-        raise InputError("sampler", "shared", allowed)
-    if len(first) < len(prompts):
-        state.cache.batch_select_indices(place)
-        state.mask, state.last = prompts.mask, state.last[place]
-    return state
 
 
 def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,159 +1,204 @@
-"""A teacher behind a server: what vLLM says of the tokens of a text, at ``http://host:port``.
+"""A vLLM server samples the completions of a step.
 
-A text goes there as token ids, prompt and completion in one, and comes back with `prompt_logprobs`: at each position
-the log-probabilities of the ``topk`` likeliest tokens, and of the text's own. From these `coarse_jensen_shannon` takes
-a divergence. They are of the model's own distribution, at temperature 1: that of another temperature has a sum over all
-tokens in it.
+Tokens go in and tokens come out, never text, which need not give back the tokens that were sampled. Each comes with its
+log-probability under the server's policy q, which has other kernels, and perhaps another type, than the policy p that
+is trained. The two are compared at every step: a wrong base, a lost adapter or another temperature would otherwise
+train without a sign of it. Samples of q are then taken for samples of p.
 
-Left out: scoring of given token ids (vLLM's ``prompt_logprob_token_ids``), which would tell the teacher's values of the
-policy's likeliest tokens: it needs vLLM's second model runner, which its CPU wheel does not have.
+The server needs its own log-probabilities after temperature and minimum length, and adapters that come and go:
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE --enable-lora --max-lora-rank 16 --max-loras 2 \
+        --logprobs-mode processed_logprobs --generation-config vllm
+
+Every sampling parameter is sent, as a server may have other defaults. The prompts of one request would have one seed;
+so a request has one prompt.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
+import httpx
+import pydantic
 import torch
-from pydantic import BaseModel, Field
+from accelerate.utils import gather_object
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from grade.config import Config
 from grade.errors import InputError
-from grade.models.head import NOTHING
-from grade.models.prompts import PromptBatch
-from grade.models.server import Logprob, Server
+from grade.gradients.policy_gradient import Completions
+from grade.models.scoring import completion_logps
 
-FLOOR = 1e-6
-"""Least mass of the rest: what the rounding of a float32 server may leave of 0, of which there is a logarithm."""
-EXCESS = 1e-3
-"""By which the probabilities of a position may exceed 1 or miss it."""
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+    from grade.models.prompts import PromptBatch
+    from grade.training.config import GradeConfig
 
+logger = logging.getLogger(__name__)
 
-class Support(NamedTuple):
-    """What is known of a teacher along completions: K tokens at each place, and log-probabilities in nats.
-
-    Token ids are [B, T, K], log-probabilities [B, T, K + 1], those of all other tokens last; they are normalised, and
-    `NOTHING` where a place has fewer tokens.
-    """
-
-    ids: Tensor
-    logq: Tensor
-
-
-class _Value(BaseModel):
-    logprob: Logprob
-
-
-class _Choice(BaseModel):
-    prompt_logprobs: list[dict[Annotated[int, Field(ge=0)], _Value] | None]
-    prompt_token_ids: list[int] | None = None
+TIMEOUT = 600.0
+"""Seconds for an answer."""
+REQUESTS = 64
+"""Most requests at the same time."""
+KEY = "VLLM_API_KEY"
+"""Environment variable with the key that the server was started with, if it asks for one."""
+NEUTRAL = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True,
+    "skip_special_tokens": False, "add_special_tokens": False, "stream": False,
+}  # fmt: skip
+"""Parameters of every request: the policy itself, unchanged, and tokens instead of text."""
+ROUNDING = 0.05
+"""Mean difference in nats per token that rounding to 16 bits leaves; a coarser server may have more."""
 
 
-class _Answer(BaseModel):
-    model: str | None = None
-    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+class SamplerSettings(Config):
+    """Settings of a run whose completions a server samples."""
+
+    sampler: str = Field(pattern="^https?://", description="address of a vLLM server, as http://host:port")
+    sampler_folder: str | None = Field(
+        None, description="folder where adapters are handed to the server, which reads the same path; null: temporary"
+    )
+    sampler_max_difference: PositiveFloat = Field(
+        1.0, description="a run ends where the server's log-probabilities differ by more on average, in nats per token"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_method(self) -> Self:
+        if self.relaxed:
+            raise InputError("sampler", self.sampler, f"none with {self.method}, which relaxes the tokens it samples")
+        return self
 
 
-class _Model(BaseModel):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: Annotated[int, Field(ge=3)] | None = None
+class StepSampler:
+    """The completions of each step, sampled by the policy as it is then."""
 
+    def __init__(self, config: GradeConfig) -> None:
+        self.config, self.address = config, config.sampler.rstrip("/").removesuffix("/v1")
+        key = os.environ.get(KEY)
+        self.client = httpx.Client(
+            base_url=self.address, timeout=TIMEOUT, trust_env=False,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )  # fmt: skip
+        self.name: str | None = None  # of the present adapter
+        self._step: int | None = None  # whose adapter it is
+        self._folder: Path | None = None
+        self._warned = False
 
-class _Models(BaseModel):
-    data: Annotated[list[_Model], Field(min_length=1)]
+    def sample(
+        self, backbone: Backbone, prompts: PromptBatch, generator: torch.Generator, step: int
+    ) -> tuple[Completions, dict[str, Tensor]]:
+        """A completion of each of B prompts, and how far the server's policy is from the trained one.
 
+        Once a step all processes call this together, and one of them hands over the adapter.
 
-class _Tokens(BaseModel):
-    tokens: list[int]
-
-
-class ServedModel:
-    """A model at ``http://host:port``, or ``http://host:port#name`` if it is not the server's base.
-
-    Attributes:
-        model: Its name, which the server gives; it is the same at another address.
-        max_positions: Longest text in tokens whose last token is not read, as of a model here.
-    """
-
-    def __init__(self, given: str, topk: int, vocab: int, timeout: float = 600.0) -> None:
-        address, _, name = given.partition("#")
-        self.server, self.topk, self.vocab = Server("teacher", address, timeout), topk, vocab
-        content = self.server.post("/v1/models", None)
-        models = self.server.parsed(_Models, content, "a list of models, as vLLM's").data
-        known = {each.id: each for each in models}
-        self.model = name or next((each.id for each in models if each.parent is None), models[0].id)
-        if self.model not in known:
-            raise InputError("teacher", given, f"a model of the server: {', '.join(known)}")
-        card = known[self.model]
-        # vLLM's base may have several names, of which answers have the first.
-        self._names = {None, *(each.id for each in models if (each.root or each.id) == (card.root or card.id))}
-        length = card.max_model_len or getattr(known.get(card.parent), "max_model_len", None)
-        self.max_positions = length - 2 if length else 2**31  # the last token is read too, and one is written
-        self._kept: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}
-
-    def support(self, prompts: PromptBatch, ids: Tensor, mask: Tensor, dtype: torch.dtype) -> Support:
-        """What it says along completions [B, T] of B prompts. Equal texts, and those of the last call, are asked once.
-
-        `InputError` if the server fails, or says what is not of this text or no distribution.
+        Raises:
+            InputError: If the server fails, or samples another policy.
         """
-        own = (tokens[valid].tolist() for tokens, valid in zip(ids, mask.bool(), strict=True))
-        texts = [(tuple(prompt + more), len(prompt)) for prompt, more in zip(prompts.rows(), own, strict=True)]
-        new = [text for text in dict.fromkeys(texts) if text not in self._kept]
-        known = self._kept | dict(zip(new, self.server.each(self._scored, new), strict=True))
-        self._kept = {text: known[text] for text in texts}  # a reward and its gradient ask for the same
-        tokens, logq = (pad_sequence(column, batch_first=True) for column in zip(*map(known.get, texts), strict=True))
-        return Support(tokens.to(ids.device), logq.to(ids.device, dtype))
+        start = time.perf_counter()
+        if step != self._step:
+            name = self._hand_over(backbone) if self.config.process_index == 0 else None
+            self.name, self._step = gather_object([name])[0], step
+        ids, mask, logps = self._completions(backbone, prompts, generator)
+        seconds, least = time.perf_counter() - start, self.config.min_completion_length
+        with torch.no_grad():
+            found = compare(completion_logps(backbone, prompts, ids, mask, min_new_tokens=least), logps, mask)
+        self._check(found)
+        figures = {f"sampler/{name}": torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        figures["sampler/seconds"] = torch.tensor(seconds, dtype=torch.float64)
+        return Completions(prompts, ids, mask), figures
 
-    async def _scored(self, text: tuple[tuple[int, ...], int]) -> tuple[Tensor, Tensor]:
-        """Token ids [T, K] and log-probabilities [T, K + 1] of the T tokens that follow a text's prompt."""
-        tokens, start = list(text[0]), text[1]
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0,
-                "prompt_logprobs": self.topk, "add_special_tokens": False, "return_token_ids": True}  # fmt: skip
-        needs = "prompt_logprobs (vLLM: --max-logprobs >= teacher_topk)"
-        content = await self.server.ask("/v1/completions", body, needs)
-        needs = "one choice with the prompt_logprobs of its tokens, as vLLM's"
-        answer = self.server.parsed(_Answer, content, needs)
-        (choice,) = answer.choices
-        given, read = choice.prompt_logprobs, choice.prompt_token_ids
-        self.server.require(
-            (answer.model in self._names, f"model {answer.model}", f"model {self.model}, which was asked for"),
-            (read in (None, tokens), f"prompt_token_ids {read}", f"the text {tokens}"),
-            (len(given) == len(tokens), f"{len(given)} prompt_logprobs", f"one of each token, {len(tokens)}"),
-        )
-        ids, values = [], []
-        for token, place in zip(tokens[start:], given[start:], strict=True):
-            of_each = {number: value.logprob for number, value in (place or {}).items()}
-            mass = sum(map(math.exp, of_each.values()))
-            likeliest = sorted(of_each.values())[-self.topk :]
-            others = (self.vocab - len(of_each)) * math.exp(min(likeliest, default=0))  # none is likelier than these
-            self.server.require(
-                (token in of_each, f"prompt_logprobs without token {token}", "the text's own token among them"),
-                (self.topk <= len(of_each) <= self.topk + 1, f"{len(of_each)} prompt_logprobs of a token",
-                 f"{self.topk} (teacher_topk) and the text's own token"),
-                (max(of_each, default=0) < self.vocab, f"token {max(of_each, default=0)}",
-                 f"token ids of the policy, 0 to {self.vocab - 1}"),
-                (1 - EXCESS - others <= mass <= 1 + EXCESS, f"probabilities with the sum {mass:.4g}",
-                 "1, or less of some tokens if others, none of them likelier, can have the rest (vLLM: --logprobs-mode "
-                 "processed_logprobs or raw_logprobs)"),
-            )  # fmt: skip
-            missing = self.topk + 1 - len(of_each)
-            rest = NOTHING if len(of_each) == self.vocab else math.log(max(1 - mass, FLOOR))
-            ids.append([*of_each, *[token] * missing])
-            values.append([*of_each.values(), *[NOTHING] * missing, rest])
-        logq = torch.tensor(values, dtype=torch.float64)
-        return torch.tensor(ids), logq.log_softmax(-1).clamp(min=NOTHING)
+    def close(self) -> None:
+        """Take the adapter back; a server that has gone is no error."""
+        self._take_back(self._folder)
+        self._folder = None
 
-    def read(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Its tokens of texts, special ones only where they are written out; None if the server does not tell."""
+    def _hand_over(self, backbone: Backbone) -> str:
+        """Load the present adapter under a new name, and unload the one before it."""
+        parent, before = Path(self.config.sampler_folder or tempfile.gettempdir()).absolute(), self._folder
+        # A name of its own each time: a server may keep what it has loaded under a name.
+        self._folder = folder = parent / f"grade-{secrets.token_hex(8)}"
+        folder.mkdir(parents=True)  # which the server, perhaps another user's, can read
+        saved = backbone.save_adapter(folder)
+        self._post("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(saved)})
+        self._take_back(before)
+        return folder.name
 
-        async def tokens(text: str) -> list[int] | None:
-            body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-            content = await self.server.ask("/tokenize", body, absent=(404, 405, 501))
-            return None if content is None else self.server.parsed(_Tokens, content, "tokens, as vLLM's").tokens
+    def _take_back(self, folder: Path | None) -> None:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(InputError):
+                self._post("/v1/unload_lora_adapter", {"lora_name": folder.name})
 
-        rows: list[Any] = self.server.each(tokens, texts)
-        return None if None in rows else rows
+    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            answer = self.client.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise InputError("sampler", self.address, f"a server that answers ({error})") from error
+        if answer.is_error:
+            allowed = f"vLLM, started as docs/samplers.md says; it said: {answer.text[:400]}"
+            raise InputError("sampler", f"{self.address}{path}: status {answer.status_code}", allowed)
+        return answer
+
+    def _completions(
+        self, backbone: Backbone, prompts: PromptBatch, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, mask and the server's log-probabilities [B, T]."""
+        settings = NEUTRAL | {
+            "model": self.name, "max_tokens": self.config.max_completion_length,
+            "min_tokens": self.config.min_completion_length, "temperature": self.config.temperature,
+            "stop_token_ids": list(backbone.eos_token_ids),
+        }  # fmt: skip
+        requests = []
+        for prompt, equal in groupby(prompts.rows()):
+            # Below 2^62, as the server counts up from it for the n completions.
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+            requests.append(settings | {"prompt": prompt, "n": len(list(equal)), "seed": seed})
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            answers = list(pool.map(lambda body: self._post("/v1/completions", body).json(), requests))
+        choices = [each for answer in answers for each in sorted(answer["choices"], key=lambda each: each["index"])]
+        ids = [torch.tensor(each["token_ids"]) for each in choices]
+        logps = [torch.tensor(each["logprobs"]["token_logprobs"], dtype=torch.float64) for each in choices]
+        columns = ids, [torch.ones_like(tokens) for tokens in ids], logps
+        return tuple(pad_sequence(column, batch_first=True).to(backbone.device) for column in columns)
+
+    def _check(self, found: dict[str, float]) -> None:
+        """Refuse a server that samples another policy, as far as rounding cannot explain it."""
+        difference, most = found["mean_difference"], self.config.sampler_max_difference
+        if not difference <= most:  # NaN, too
+            allowed = (
+                f"at most sampler_max_difference = {most:g} nats per token between the server's log-probabilities and "
+                "the policy's: the same base and adapter, --logprobs-mode processed_logprobs"
+            )
+            raise InputError("sampler: mean difference", difference, allowed)
+        if difference > ROUNDING and not self._warned:
+            logger.warning(
+                f"sampler: log-probabilities differ from the policy's by {difference:.2g} nats per token on average. "
+                "Weights in 8 bits or fewer may explain it; otherwise the server samples another policy"
+            )
+            self._warned = True
+
+
+def compare(policy_logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far two policies p and q are apart on tokens that q sampled, from log-probabilities and mask [B, T].
+
+    ``mean_ratio``, the mean of ``p / q``, has the expectation 1. ``mean_difference`` and ``largest_difference`` are of
+    ``|log p - log q|`` in nats.
+    """
+    difference = (policy_logps.double() - sampler_logps.double())[mask.bool()]
+    return {
+        "mean_ratio": float(difference.exp().mean()), "mean_difference": float(difference.abs().mean()),
+        "largest_difference": float(difference.abs().max()),
+    }  # fmt: skip

@@ -11,8 +11,8 @@ A review's label is 0 or 1, or any number:
 | ``binary`` | ``sigmoid(output)`` | log-loss | accuracy |
 | ``number`` | ``mean + std * output`` | squared error of the standardised label | R2 |
 
-Early stopping is on the validation loss averaged over `eval_tokens`; the best epoch's weights are kept. Measures are
-written here, because `sklearn.metrics` gives neither their standard errors nor a calibration error.
+Early stopping is on the validation loss averaged over `eval_tokens`; the best epoch's weights are kept.
+`sklearn.metrics` gives neither the measures' standard errors nor a calibration error, so they are written here.
 
 Left out: the bag-of-words baseline that the accuracies are compared with (`grade.rewards.gold`), and training of
 the base.
@@ -39,6 +39,10 @@ from grade.stats import jackknife_stderr
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
+
+
+FEATURE_BATCH = 32
+"""Reviews in one pass through the base."""
 
 
 class LabelledText(Protocol):
@@ -86,7 +90,6 @@ class RewardConfig(Config):
     eval_tokens: list[PositiveInt] = Field(
         [32, 64, 128], min_length=1, description="prefix lengths to report accuracy at"
     )
-    feature_batch_size: int = Field(32, ge=1, description="reviews in one pass through the base")
     labels: Labels = Field("binary", description="binary: 0 and 1; number: any numbers (regression, squared error)")
     seed: int = Field(0, ge=0, lt=SEEDS, description="seed of initialisation, dropout, order and crops")
 
@@ -112,12 +115,11 @@ def train_reward(
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model = RewardModel(kind, backbone, settings, config.labels)
-        start, size = time.perf_counter(), config.feature_batch_size
-        lengths = _prefix_lengths(settings.min_tokens, settings.max_tokens)
-        features = _prefix_means(model, encode(backbone, train, settings.max_tokens), lengths, size)
+        start, most = time.perf_counter(), settings.max_tokens
+        features = _prefix_means(model, encode(backbone, train, most), _prefix_lengths(settings.min_tokens, most))
         # Validation is cut like training: a longer prefix would cost a longer pass.
-        held_lengths = sorted({min(n, settings.max_tokens) for n in config.eval_tokens})
-        held_features = _prefix_means(model, encode(backbone, validation, settings.max_tokens), held_lengths, size)
+        held_lengths = sorted({min(n, most) for n in config.eval_tokens})
+        held_features = _prefix_means(model, encode(backbone, validation, most), held_lengths)
         model.standardise(features.flatten(0, 1).mean(0), features.flatten(0, 1).std(0))
         featured = time.perf_counter()
         labels, held_labels = _label_tensor(train, model), _label_tensor(validation, model)
@@ -133,19 +135,14 @@ def train_reward(
 
 
 def evaluate_reward(
-    model: RewardModel,
-    reviews: Sequence[LabelledText],
-    lengths: Sequence[int] = (32, 64, 128),
-    batch_size: int = 32,
+    model: RewardModel, reviews: Sequence[LabelledText], lengths: Sequence[int] = (32, 64, 128)
 ) -> dict[str, float]:
     """``n`` held-out reviews, and the measures of `_measures` on their first tokens, for each number of ``lengths``.
 
     The length L is part of a measure's name, as in ``accuracy_L`` and ``accuracy_L_stderr``.
     """
-    if len(reviews) < 2:
-        raise InputError("reviews", len(reviews), "at least 2 that were held out, for a standard error")
     labels = _label_tensor(reviews, model)
-    features = _prefix_means(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
+    features = _prefix_means(model, encode(model.backbone, reviews, max(lengths)), lengths)
     logits = model.pooled_logits(features)
     report: dict[str, float] = {"n": len(reviews)}
     for column, length in zip(logits.T, lengths, strict=True):
@@ -156,30 +153,23 @@ def evaluate_reward(
 
 
 def encode(backbone: Backbone, reviews: Sequence[LabelledText], max_tokens: int) -> list[list[int]]:
-    """Token ids of each review, cut to ``max_tokens``; at least one token each."""
-    if not reviews:
-        raise InputError("reviews", [], "at least one review")
-    ids = backbone.tokenizer([r.text for r in reviews], truncation=True, max_length=max_tokens)["input_ids"]
-    for review, tokens in zip(reviews, ids, strict=True):
-        if not tokens:
-            raise InputError("review", review.text, "text with at least one token")
-    return ids
+    """Token ids of each review, cut to ``max_tokens``."""
+    return backbone.tokenizer([r.text for r in reviews], truncation=True, max_length=max_tokens)["input_ids"]
 
 
 @torch.no_grad()
-def _prefix_means(
-    model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
-) -> Tensor:
+def _prefix_means(model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
     """Pooled features [n, lengths, D] of the first tokens of each sequence."""
     parts = []
-    for start in progress(range(0, len(sequences), batch_size), "texts read"):
-        batch = [s[: max(lengths)] for s in sequences[start : start + batch_size]]
+    for start in progress(range(0, len(sequences), FEATURE_BATCH), "texts read"):
+        batch = [s[: max(lengths)] for s in sequences[start : start + FEATURE_BATCH]]
         ids, mask = padded(batch, device=model.backbone.device)
         tokens = model.token_features(model.backbone.embed(ids), mask)
         parts.append(torch.stack([model.mean_pool(tokens[:, :n], mask[:, :n]) for n in lengths], 1))
     features = torch.cat(parts)
     if not torch.isfinite(features).all():
-        raise InputError(f"{model.kind} reward features", "NaN or infinity", "a base with finite values (try float32)")
+        allowed = "texts with tokens, and a base with finite values (try float32)"
+        raise InputError(f"{model.kind} reward features", "NaN or infinity", allowed)
     return features
 
 
@@ -207,8 +197,6 @@ def _fit(
         for rows in torch.randperm(len(labels), generator=generator).split(settings.batch_size):
             prefix = torch.randint(features.shape[1], (len(rows),), generator=generator)
             loss = _loss(model, model.pooled_logits(features[rows, prefix]), labels[rows])
-            if not torch.isfinite(loss):
-                raise InputError(f"{model.kind} reward loss", float(loss.detach()), "a finite loss (try a smaller lr)")
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -223,19 +211,16 @@ def _fit(
         elif epoch - best.get("best_epoch", 0) >= settings.patience:
             break
     if not weights:
-        raise InputError(f"{model.kind} reward loss", loss, "a finite validation loss (try a smaller lr)")
+        allowed = "a finite validation loss: labels that differ, a smaller lr"
+        raise InputError(f"{model.kind} reward loss", loss, allowed)
     model.load_state_dict(weights)
     return best | {"epochs": epoch}
 
 
 def _label_tensor(reviews: Sequence[LabelledText], model: RewardModel) -> Tensor:
     """Labels [n], of the kind that the model learns."""
-    for review in reviews:
-        label = review.label
-        if model.labels == "binary" and label not in (0, 1):
-            raise InputError("label", label, "0 (negative) or 1 (positive)")
-        if model.labels == "number" and not (isinstance(label, (int, float)) and math.isfinite(label)):
-            raise InputError("label", label, "a finite number")
+    if model.labels == "binary" and (others := {r.label for r in reviews} - {0, 1}):
+        raise InputError("label", others.pop(), "0 (negative) or 1 (positive)")
     return torch.tensor([float(r.label) for r in reviews], device=model.center.device, dtype=model.center.dtype)
 
 
@@ -276,9 +261,7 @@ def r2(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
     """
     predicted, labels = predicted.double(), labels.double()
     n, error, spread = len(labels), (labels - predicted).square(), (labels - labels.mean()).square()
-    rest = spread.sum() - spread * (n / max(n - 1, 1))  # the sum of squares about the mean without each row
-    if n < 3 or float(rest.min()) <= 1e-12 * float(spread.sum()):
-        raise InputError("labels", f"{n} labels", "at least three for R2, of different values")
+    rest = spread.sum() - spread * (n / (n - 1))  # the sum of squares about the mean without each row
     without = 1 - (error.sum() - error) / rest
     return float(1 - error.sum() / spread.sum()), jackknife_stderr(without)
 

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grade.config import Config
-from grade.errors import InputError, reading, require_file
+from grade.errors import InputError
 from grade.files import atomic, read_json, write_json
 from grade.models.parameters import fingerprint, same_base
 
@@ -38,16 +38,11 @@ if TYPE_CHECKING:
 RewardKind = Literal["bag", "trunk"]
 Labels = Literal["binary", "number"]
 _WEIGHTS, _CONFIG = "reward.safetensors", "reward.json"
-_ROOT_TOKENS = 48
-"""Length at which both kinds of pooling agree, so that one learning rate suits both."""
 
 
 class HeadSettings(Config):
     """Sizes of the head that is trained on top of the frozen base."""
 
-    pooling: Literal["mean", "root"] = Field(
-        "mean", description="bag: mean, or root = mean * sqrt(n / 48) over n tokens; trunk: always mean"
-    )
     hidden: int = Field(0, ge=0, description="width of the MLP's Tanh layer; 0 = a linear head")
     dropout: float = Field(0.3, ge=0, lt=1, description="dropout on the pooled vector, in training only")
 
@@ -140,7 +135,7 @@ class RewardModel(nn.Module):
             return self.backbone.hidden(embeds.to(self.backbone.dtype), mask)
 
     def mean_pool(self, features: Tensor, mask: Tensor) -> Tensor:
-        """Masked mean [B, D] of features [B, L, D]; times ``sqrt(n / 48)`` with ``pooling: root``.
+        """Masked mean [B, D] of features [B, L, D].
 
         Features where the mask is 0 may be NaN. A row whose mask is all 0 gives NaN: to check that here would make
         every step wait for the data.
@@ -148,10 +143,7 @@ class RewardModel(nn.Module):
         kept = mask.bool()
         count = kept.sum(1, keepdim=True)
         # In float32 or wider: a mean over many positions loses digits in bfloat16.
-        pooled = features.to(self.center.dtype).masked_fill(~kept.unsqueeze(-1), 0).sum(1) / count
-        if self.kind == "trunk" or self.settings.pooling == "mean":
-            return pooled
-        return pooled * (count / _ROOT_TOKENS).sqrt()
+        return features.to(self.center.dtype).masked_fill(~kept.unsqueeze(-1), 0).sum(1) / count
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
         """Set the constants [D] by which pooled vectors are standardised."""
@@ -161,8 +153,6 @@ class RewardModel(nn.Module):
     def standardise_labels(self, labels: Tensor) -> None:
         """Set mean and deviation of labels [n] of any number; binary ones have none."""
         if self.labels == "number":
-            if len(labels) < 2 or not float(labels.std()) > 0:
-                raise InputError("label", float(labels[0]), "labels of different values: there is nothing to learn")
             self.label_mean.copy_(labels.mean())
             self.label_std.copy_(labels.std())
 
@@ -171,7 +161,7 @@ class RewardModel(nn.Module):
         folder = Path(folder)
         sizes = self.settings.model_dump(include=set(HeadSettings.model_fields))
         about = {"kind": self.kind, "settings": sizes, "base": _identity(self.backbone, self.kind)}
-        if self.labels != "binary":  # what folders without it hold
+        if self.labels != "binary":
             about["labels"] = self.labels
         with atomic(folder / _WEIGHTS) as staging:
             save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, staging)
@@ -189,22 +179,14 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
         The model, frozen.
 
     Raises:
-        InputError: If a file is missing or corrupt, or the base has another vocabulary, width, tokenizer or weights.
+        InputError: If the base has another vocabulary, width, tokenizer or weights.
     """
     folder = Path(folder)
-    with reading("reward model", folder, f"a folder with {_CONFIG} and {_WEIGHTS} as written by the reward stage"):
-        about = read_json(folder / _CONFIG)
-        state = load_file(require_file(folder / _WEIGHTS))
-        kind, settings, labels = about["kind"], about["settings"], about.get("labels", "binary")
-        settings = {name: value for name, value in settings.items() if name in HeadSettings.model_fields}
-        base = {**about["base"], "fingerprint": dict(about["base"].get("fingerprint", {}))}  # older folders have none
-    model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG), labels)
-    _check_same_base(base, _identity(backbone, kind))
-    with reading("reward model", folder, f"weights in {_WEIGHTS} that fit {_CONFIG}"):
-        model.load_state_dict(state)
-    for name, value in state.items():
-        if not torch.isfinite(value).all():
-            raise InputError("reward model", str(folder), f"finite weights in {_WEIGHTS} ({name} is not finite)")
+    about = read_json(folder / _CONFIG)
+    settings = HeadSettings.parse(about["settings"], _CONFIG)
+    model = RewardModel(about["kind"], backbone, settings, about.get("labels", "binary"))
+    _check_same_base(about["base"], _identity(backbone, model.kind))
+    model.load_state_dict(load_file(folder / _WEIGHTS))
     return model.requires_grad_(False)
 
 
@@ -225,8 +207,8 @@ def _identity(backbone: Backbone, kind: RewardKind) -> dict[str, Any]:
 def _check_same_base(trained_on: dict[str, Any], here: dict[str, Any]) -> None:
     why = "a reward model reads the policy's own embeddings, so tokenizer and base must be the ones it was trained on"
     for key in ("hidden_size", "vocab_size", "tokenizer"):
-        if trained_on.get(key) != here[key]:
-            raise InputError(f"reward model: {key} of the base", here[key], f"{trained_on.get(key)!r} ({why})")
+        if trained_on[key] != here[key]:
+            raise InputError(f"reward model: {key} of the base", here[key], f"{trained_on[key]!r} ({why})")
     if not same_base(trained_on["fingerprint"], here["fingerprint"]):
         allowed = "that of the base that the reward model was trained on: same sizes, but other weights"
         shown = {name: digest[:8] for name, digest in here["fingerprint"].items()}

@@ -1,4 +1,4 @@
-"""Several rewards as one: a weighted sum, with what is logged about its parts; a teacher as one; rewards by name.
+"""Several rewards as one: a weighted sum, with what is logged about its parts; rewards by name.
 
 `make_rewards` builds the `Rewards` of a trainer from what users give. As in YAML and on the command line, names are
 
@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from grade.errors import InputError
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import predicting_hidden
-from grade.models.teacher import Teacher
 from grade.plugins import REWARDS, import_object
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
 from grade.rewards.functions import FunctionReward, Log, decode_texts, run_functions
@@ -128,32 +126,6 @@ class Rewards(Reward):
 
     def _sum(self, values: Sequence[Tensor]) -> Tensor:
         return functools.reduce(operator.add, (w * value for w, value in zip(self.weights, values, strict=True)))
-
-
-class TeacherReward(Reward):
-    """A teacher as a reward: the closer the policy's distributions are to its own, the higher.
-
-    It is ``-mean_t D_t`` in nats per token, of the policy's divergence from a teacher along a completion.
-    """
-
-    name = "teacher"
-    no_gradient = "a divergence of distributions, of which relaxed tokens have none"
-
-    def __init__(self, teacher: Teacher) -> None:
-        self.teacher = teacher
-
-    @torch.no_grad()
-    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Of completions [B, T] of the policy as it is now; see `Reward.score`."""
-        states = self.teacher.hidden(prompts, ids, mask)
-        each = self.teacher.divergence(predicting_hidden(policy, prompts, ids), states, mask)
-        return -each.sum(1) / mask.sum(1)
-
-
-def beside(rewards: Rewards | None, teacher: Teacher, scope: RewardScope, dtype: torch.dtype) -> Rewards:
-    """The sum of rewards, if there are any, and of a teacher's with its weight."""
-    parts, weights = ([], []) if rewards is None else (rewards.parts, rewards.weights)
-    return Rewards([*parts, TeacherReward(teacher)], [*weights, teacher.weight], scope, dtype)
 
 
 def make_rewards(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grade.errors import InputError
 from grade.gradients.distilled.learner import DistilledSettings
-from grade.gradients.methods import AUTO, DISTILLED, TEACHER, MethodConfig
+from grade.gradients.methods import AUTO, DISTILLED, MethodConfig
 from grade.gradients.policy_gradient import GRPOSettings
 from grade.rewards.rewards import Rewards
 
@@ -13,21 +13,19 @@ class AutoSettings(DistilledSettings, GRPOSettings):
     """Settings of the methods that ``auto`` may stand for."""
 
 
-def choose_method(config: MethodConfig, rewards: Rewards | None, texts: bool, teacher: bool) -> tuple[str, str]:
+def choose_method(config: MethodConfig, rewards: Rewards, texts: bool, terms: bool) -> tuple[str, str]:
     """The method, with the reason in one line.
 
-    Without rewards there is a teacher. A reward on the embedding table (`bag`) is differentiated itself, unless groups
-    are asked for; others are distilled, and so is any beside a teacher, or where scored texts are given. A setting that
-    only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says. `docs/methods.md` has the
-    measurements behind the rest.
+    A reward on the embedding table (`bag`) is differentiated itself, unless groups are asked for; others are distilled,
+    and so is any beside further ``terms`` of the objective, or where scored texts are given. A setting that only `grpo`
+    has means `grpo`, so that a script for TRL's trainer does what it says. `docs/methods.md` has the measurements
+    behind the rest.
     """
     set_by_user = config.model_fields_set
     grpo, distilled = (
         sorted(set_by_user & (one.model_fields.keys() - other.model_fields.keys()))
         for one, other in ((GRPOSettings, DistilledSettings), (DistilledSettings, GRPOSettings))
     )
-    if rewards is None:
-        return TEACHER, "there is a teacher and no reward, so the value of every token is known"
     if grpo and distilled:
         allowed = f"grpo, which has {grpo[0]}, or {DISTILLED}, which has {distilled[0]}"
         raise InputError("method", AUTO, allowed)
@@ -35,8 +33,8 @@ def choose_method(config: MethodConfig, rewards: Rewards | None, texts: bool, te
         return "grpo", f"{grpo[0]} is a setting of grpo"
     if texts:
         return DISTILLED, "scored texts are given, which it is distilled from before the first step"
-    if teacher:
-        return DISTILLED, "beside a teacher the reward's values are enough"
+    if terms:
+        return DISTILLED, "beside further terms of the objective the reward's values are enough"
     shallow = all(part.kind == "bag" for part in rewards.parts)
     if shallow and not distilled and "num_generations" not in set_by_user:
         return "ste", "the reward reads the embedding table itself, so its own gradient needs the fewest samples"

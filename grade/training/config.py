@@ -29,7 +29,7 @@ REWARD = "models/reward/backbone/bag"
 
 
 class GradeConfig(MethodConfig):
-    """Settings of `grade.training.trainer.GradeTrainer`: a run's, and those of its method.
+    """Settings of `grade.training.loop.GradeTrainer`: a run's, and those of its method.
 
     ``per_device_train_batch_size`` counts completions, as TRL does: B of B / num_generations prompts.
 
@@ -184,7 +184,7 @@ class TrainConfig(GradeConfig):
     reward: str | list[str] | None = Field(
         None,
         description="module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder of grade reward; or a "
-        f"list of them; null: {REWARD}, or none with a teacher",
+        f"list of them; null: {REWARD}",
     )
     gold: Text = Field("", description="a judge that training never sees; empty for none")
     train_dataset: str = Field(
@@ -207,7 +207,7 @@ class TrainConfig(GradeConfig):
     def _fill(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The example's reward where none is named, and no evaluation without held-out prompts."""
         if values.get("reward") is None:
-            values = {**values, "reward": [] if values.get("teacher") else REWARD}
+            values = {**values, "reward": REWARD}
         if values.get("eval_dataset", "data") in ("", None):
             values = {**values, "eval_on_start": False, "eval_on_end": False}
         return values

@@ -163,8 +163,8 @@ def evaluate(
     generator = torch.Generator(backbone.device).manual_seed(seed)
     noise = NoiseBlocks(generator, len(rows), backbone.vocab_size, max_new_tokens, noise_block)
     starts, own = range(0, len(rows), batch_size), []
-    # Each pass of a sharded base needs all processes: one that has no batch left does the last one again.
-    rounds = len(starts) if backbone.shards is None else -(-len(starts) // processes) * processes
+    # Each pass of a divided base needs all processes: one that has no batch left does the last one again.
+    rounds = len(starts) if not backbone.lockstep else -(-len(starts) // processes) * processes
     numbers = range(rank, rounds, processes)
     for number in progress(numbers, "held-out prompts") if rank == 0 else numbers:
         start = starts[min(number, len(starts) - 1)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from grade.errors import InputError, reading
 from grade.files import require_source
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.plugins import import_object
 from grade.rewards.gold import GoldJudge
 from grade.rewards.rewards import make_rewards
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from grade.training.config import GradeConfig, TrainConfig
 
 Prompts = Sequence[str] | Sequence[Mapping[str, Any]]
+DIVIDERS = {"ACCELERATE_USE_FSDP": "grade.models.sharded:divide"}
+"""Variables of ``accelerate launch``, with what then divides the base among the processes."""
+_DIVIDER = "GRADE_DIVIDER"
 
 
 @dataclass
@@ -30,7 +35,7 @@ class Task:
     """What a run is trained on."""
 
     backbone: Backbone  # the policy
-    reward_model: Any  # the reward, anything that `grade.rewards.rewards.make_rewards` takes; None with a teacher alone
+    reward_model: Any  # the reward, anything that `grade.rewards.rewards.make_rewards` takes; or None
     judge: GoldJudge | None  # scores texts in evaluations only
     train_prompts: Prompts  # texts, or rows of a dataset with a ``prompt``
     validation_prompts: Prompts  # the same, held out
@@ -50,10 +55,13 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     Raises:
         InputError: If something is missing or does not fit.
     """
+    divided = divider(config) is not None
     backbone = Backbone.load(
-        config.model, config.dtype, None if adapter else config.lora, adapter, device,
+        config.model, config.dtype, None if adapter else config.lora, adapter, "cpu" if divided else device,
         config.attention, config.seed,
     )  # fmt: skip
+    if divided:  # before rewards read its tables; no device need hold all of it
+        place_policy(backbone, config)
     name_base(backbone, config.base_name)
     rewards = None
     if config.reward:
@@ -111,13 +119,30 @@ def make_policy(
     return backbone
 
 
+def divider(config: GradeConfig) -> Callable[[Backbone, torch.device], Any] | None:
+    """What divides the base among the processes, if ``accelerate launch`` has asked for it.
+
+    Accelerate itself is no longer asked then: it would wrap a model that the engines do not call.
+    """
+    for variable, path in DIVIDERS.items():
+        if os.environ.get(variable, "").lower() == "true":
+            os.environ.update({variable: "false", _DIVIDER: path})
+    path = os.environ.get(_DIVIDER)
+    return import_object(path) if path and config.world_size > 1 else None
+
+
 def place_policy(backbone: Backbone, config: GradeConfig) -> None:
-    """Move a policy to the run's device; in bfloat16 if asked."""
+    """Move a policy to the run's device, or what this process has of it; in bfloat16 if asked."""
+    if backbone.lockstep:  # divided already
+        return
     if config.bf16:
         for p in backbone.model.parameters():  # the frozen base; the adapter keeps its own type
             if not p.requires_grad:
                 p.data = p.data.to(torch.bfloat16)
-    backbone.to(config.device)
+    if (divide := divider(config)) is not None:
+        divide(backbone, config.device)
+    else:
+        backbone.to(config.device)
 
 
 def name_base(backbone: Backbone, name: str | None = None) -> None:

@@ -137,11 +137,11 @@ class GradeTrainer:
         sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         for name, rows in sets.items():
             self._checked_rows(rows, name)
-        self.teacher = None
+        terms = ()
         if teacher is not None:
-            rewards, self.teacher = import_object(TEACHER_REWARD)(self, teacher, rewards)
+            rewards, *terms = import_object(TEACHER_REWARD)(self, teacher, rewards, texts is not None)
         self.rewards = rewards
-        self.objective = Objective(rewards, config.beta, config.reward_scope, self.teacher)
+        self.objective = Objective(rewards, config.beta, config.reward_scope, terms)
         if config.relaxed:
             config.relaxation().check(self.backbone.vocab_size)
             self.objective.require_gradient(config.method)
@@ -177,7 +177,10 @@ class GradeTrainer:
         """The settings with the method that ``auto`` stands for."""
         if config.method == AUTO:
             choose = import_object("grade.training.auto:choose_method")
-            method, why = choose(config, rewards, texts is not None, teacher is not None)
+            if rewards is None:
+                method, why = TEACHER, "there is a teacher and no reward, so the value of every token is known"
+            else:
+                method, why = choose(config, rewards, texts is not None, teacher is not None)
             config = config.replace(method=method)
             self.choose("method", f"{method}: {why}")
         if config.method == TEACHER and teacher is None:
@@ -214,7 +217,7 @@ class GradeTrainer:
         if isinstance(rows, str | Path | Mapping | pd.DataFrame) or not hasattr(rows, "__len__"):
             raise InputError(name, type(rows).__name__, "a list of rows with a prompt, or one split of a dataset")
         try:
-            longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
+            longest, row = check_prompts(self.backbone.tokenizer, rows, **self.reading)
         except InputError as error:
             raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
         context, most = self.backbone.max_positions, self.config.max_completion_length
@@ -224,7 +227,7 @@ class GradeTrainer:
         return rows
 
     @property
-    def _reading(self) -> dict[str, Any]:
+    def reading(self) -> dict[str, Any]:
         """How prompts are read."""
         config = self.config
         return {
@@ -234,7 +237,7 @@ class GradeTrainer:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""
-        return encode_examples(self.backbone.tokenizer, rows, **self._reading).to(self.backbone.device)
+        return encode_examples(self.backbone.tokenizer, rows, **self.reading).to(self.backbone.device)
 
     def row_numbers(self, step: int, number: int, size: int) -> list[int]:
         """Rows of microbatch ``number`` of a step from 1, of ``size`` rows: shuffled passes over all of them."""
@@ -254,20 +257,25 @@ class GradeTrainer:
         if not self.rows:
             raise InputError("train_dataset", self.train_dataset, "rows with a prompt")
         self._begin(resume_from_checkpoint)
-        while self.state.global_step < self.config.max_steps and not self.control.should_training_stop:
-            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            self.training_step()
-            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self._log_evaluate_save()
+        try:
+            self._steps()
+        finally:
+            if self.sampler is not None:
+                self.sampler.close()
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
             restore_best(self.backbone, self.state.best_model_checkpoint)
             best = Path(self.state.best_model_checkpoint).name
             self.choose("policy", f"that of {best}, whose {self.config.metric_for_best_model} is the best")
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        if self.sampler is not None:
-            self.sampler.close()
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else math.nan, {})
+
+    def _steps(self) -> None:
+        while self.state.global_step < self.config.max_steps and not self.control.should_training_stop:
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            self.training_step()
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self._log_evaluate_save()
 
     def _begin(self, resume_from_checkpoint: str | Path | bool | None) -> None:
         checkpoint = resume_from_checkpoint or None
@@ -307,8 +315,6 @@ class GradeTrainer:
         context = StepContext(
             config.microbatches, lambda: self._update(method), self._sum, gather_object, config.process_index, step - 1
         )
-        if self.teacher is not None:
-            self.teacher.figures.clear()  # what evaluations have left
         parts = method.step(microbatches, self.objective, context)
         self._note(method, parts, microbatches)
         self._check_weights(step)
@@ -394,8 +400,6 @@ class GradeTrainer:
         for name, values in method.figures.items():
             for value in values:
                 self.log_buffer.add({name: value})
-        for figures in self.teacher.figures if self.teacher is not None else ():
-            self.log_buffer.add(figures)
 
     def _sum(self, value: Tensor) -> Tensor:
         return self.accelerator.reduce(value, reduction="sum")

@@ -17,7 +17,7 @@ from grade.data.texts import encode_texts, read_texts, reference_number, referen
 from grade.errors import InputError
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
-from grade.gradients.methods import OFFLINE, TEACHER
+from grade.gradients.methods import OFFLINE
 from grade.gradients.objective import GradientStep
 from grade.gradients.policy_gradient import Completions, scored_rewards
 from grade.models.parameters import set_values
@@ -40,11 +40,12 @@ class TextPhase:
 
     def __init__(self, trainer: GradeTrainer, texts: Any) -> None:
         self.trainer = trainer
-        self.offline, self.teacher = (self.config.method == name for name in (OFFLINE, TEACHER))
+        self.offline = self.config.method == OFFLINE
+        self.mixed = hasattr(self.config, "lmbda")  # a share of the steps is along them
         self.steps = 0  # along the texts
         self.method = trainer.method if self.offline else None  # what learns along them
         self.opened: list[Tensor] = []  # the adapter before them
-        self.texts: Any = None  # of `teacher`, whose steps are along them now and then
+        self.texts: Any = None  # where `mixed`
         self.step_start: list[Tensor] = []  # the adapter before the present step
         self.rows = self._read(texts)
 
@@ -80,7 +81,7 @@ class TextPhase:
         """Score the texts, distil their reward, and plan the steps along them."""
         trainer, config = self.trainer, self.config
         length, encode = config.max_completion_length, trainer.encode
-        if self.teacher:
+        if self.mixed:
             self.texts = encode_texts(self.rows, trainer.backbone, completion_tokens=length, encode=encode)
             return
         texts = score_texts(self.rows, trainer.backbone, trainer.rewards, completion_tokens=length, encode=encode)

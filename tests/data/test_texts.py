@@ -9,7 +9,6 @@ from models.test_prompts import abc_tokenizer
 from grade.data.texts import read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError
 from grade.models.prompts import encode_examples
-from grade.models.samplers import Sampler
 from grade.rewards.rewards import make_rewards
 from grade.training.toy import toy_task
 
@@ -96,49 +95,17 @@ def test_completions_of_the_reference_are_those_of_its_seed(task):
     backbone = task.backbone
     prompts = [{"prompt": text, "number": n} for n, text in enumerate(task.train_prompts[:4])]
     settings = dict(completion_tokens=T, encode=encoder(backbone))
-    rows = reference_texts(prompts, 10, backbone, Sampler("own"), **settings)
+    rows = reference_texts(prompts, 10, backbone, **settings)
     perturb_adapter(backbone, seed=2)  # the reference has no adapter
-    assert reference_texts(prompts, 10, backbone, Sampler("own"), **settings) == rows and len(rows) == 10
+    assert reference_texts(prompts, 10, backbone, **settings) == rows and len(rows) == 10
     assert sorted(row["number"] for row in rows)[::5] == [0, 2] and len({row["number"] for row in rows[:4]}) == 4
-    assert reference_texts(prompts, 10, backbone, Sampler("own"), **settings, seed=1) != rows
+    assert reference_texts(prompts, 10, backbone, **settings, seed=1) != rows
     assert reference_number("reference:4096") == 4096 and reference_number("texts.jsonl") is None
 
 
-def test_completions_that_the_reference_would_not_sample_are_refused(task):
-    """Of a sampler elsewhere, which may have another base; here one that gives the policy's."""
-
-    class Adapted(Sampler):
-        def sample(self, backbone, *arguments):
-            backbone.peft.enable_adapter_layers()
-            try:
-                return super().sample(backbone, *arguments)
-            finally:
-                backbone.peft.disable_adapter_layers()
-
-    prompts, backbone = [{"prompt": text} for text in task.train_prompts[:4]], task.backbone
-    settings = dict(completion_tokens=T, encode=encoder(backbone))
-    with pytest.raises(InputError, match="sampler: largest difference: .* sampler_max_difference = 0.05 .* elsewhere"):
-        reference_texts(prompts, 10, backbone, Adapted("elsewhere"), **settings)
-    reference_texts(prompts, 10, backbone, Sampler("elsewhere"), **settings)
-    assert len(reference_texts(prompts, 10, backbone, Adapted("elsewhere"), **settings, max_difference=9.0)) == 10
-
-
-BAD = {
-    "few": (ROWS[:3], "texts: got '3 from texts'; allowed: at least 8"),
-    "empty": ([{**ROWS[0], "completion": "  "}, *ROWS], "completion in row 0: got ' '"),
-    "columns": ([*ROWS, {"prompt": "a", "answer": 1}], 'columns of texts, row 9.*allowed: "prompt" and "completion"'),
-    "prompt": ([*ROWS, {**ROWS[0], "prompt": ""}], "prompt in row 9: got ''"),
-    "text": ([{"text": 3}], "text in row 0: got 3"),
-    "short": ([{"text": "ab"}], "texts: got '0 from texts'; allowed: at least 8 texts .of a prompt of 8 tokens"),
-    "file": ("missing.jsonl", "texts: got 'missing.jsonl'; allowed: a file that exists"),
-    "columns alone": ({"text": ["a"]}, "texts: got 'dict'; allowed: a file, a hub id, or rows"),
-    "text alone": (["a text"] * 9, "row 0 of texts: got 'a text'; allowed: a mapping"),
-    "no token": ([*ROWS, {**ROWS[0], "completion_ids": [-1]}], "completion in row 9: got"),
-    "no number": ([*ROWS, {**ROWS[0], "completion_ids": "ab"}], "row 9: got 'ab'; allowed: completion_ids"),
-}
-
-
-@pytest.mark.parametrize(("rows", "message"), BAD.values(), ids=BAD)
-def test_bad_texts(task, rows, message):
-    with pytest.raises(InputError, match=message):
-        score(task, rows=rows)
+@pytest.mark.parametrize(
+    ("row", "wrong"), [({"prompt": "a", "answer": 1}, r"\['prompt', 'answer'\]"), ({"completion": "a"}, "completion")]
+)
+def test_rows_without_the_columns_of_a_text_are_refused(task, row, wrong):
+    with pytest.raises(InputError, match=f'texts, row 9: got .*{wrong}.*allowed: "prompt" and "completion", or "text"'):
+        score(task, rows=[*ROWS, row])

@@ -145,12 +145,10 @@ def learned(microbatches, config):
 
 
 LOSSES = {
-    "reinforce": {}, "reinforce k3": dict(kl_estimator="k3"), "rloo": {}, "rloo k3": dict(kl_estimator="k3"),
-    "rloo min": dict(min_completion_length=1), "remax": {}, "grpo": {}, "grpo group": dict(scale_rewards="group"),
-    "grpo self-certainty": dict(self_certainty_reward=True), "grpo twice": dict(passes_per_step=2),
+    "reinforce": {}, "rloo": {}, "rloo min": dict(min_completion_length=1), "remax": {}, "grpo": {},
+    "grpo group": dict(scale_rewards="group"), "grpo self-certainty": dict(self_certainty_reward=True), "grpo twice": dict(passes_per_step=2),
     "grpo minibatches": dict(minibatches=2),
     "ppo": dict(passes_per_step=2), "ppo raw": dict(whiten_advantages=False, passes_per_step=1),
-    "ppo closed form": dict(value_fit="closed_form", passes_per_step=1),
 }  # fmt: skip
 
 

@@ -21,16 +21,13 @@ def test_a_token_is_the_largest_of_logits_over_temperature_plus_noise(backbone, 
         draws.append(gumbel_noise(shape, source))
         return draws[-1]
 
-    logps = [] if temperature else None
-    ids, mask = generate(backbone, prompts, 4, noise, temperature, stop_early=False, logps=logps)
+    ids, mask = generate(backbone, prompts, 4, noise, temperature, stop_early=False)
     with torch.no_grad():
         logits = backbone.head(predicting_hidden(backbone, prompts, ids))
     assert len(draws) == (4 if temperature else 0)
     scores = logits / temperature + torch.stack(draws, 1) if temperature else logits
     assert torch.equal(ids, scores.argmax(-1)) and ids.dtype == mask.dtype == torch.int64
     if temperature:
-        expected = (logits / temperature).log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
-        torch.testing.assert_close(torch.stack(logps, 1), expected)
         again = generate(backbone, prompts, 4, torch.Generator().manual_seed(0), temperature, stop_early=False)[0]
         assert torch.equal(again, ids)  # a generator gives the same noise
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CohereConfig, PhiConfig
 
-from grade.models import sharding
+from grade.models import sharded
 from grade.models.parameters import fingerprint
 from grade.models.sampling import generate
-from grade.models.sharding import RowShards, ShardedTable, held_bytes
+from grade.models.sharded import RowShards, ShardedBackbone, ShardedTable, divide
 
 CPU = torch.device("cpu")
 
@@ -37,13 +37,19 @@ def together(monkeypatch):
         parts = next(parts for parts in known.values() if any(part.rows is rows for part in parts))
         out.copy_(torch.cat([part.rows for part in parts]))
 
-    monkeypatch.setattr(sharding, "_gather_into", gather)
+    monkeypatch.setattr(sharded, "_gather_into", gather)
 
     def make(table, size):
         known[id(table)] = [RowShards(table, group(size, rank), CPU) for rank in range(size)]
         return known[id(table)]
 
     return make
+
+
+def held_bytes(module):
+    """Bytes of parameters that this process holds; of a divided module its own part."""
+    parts = [p.parts.rows if isinstance(p, ShardedTable) else getattr(p, "_local_tensor", p) for p in module.parameters()]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def numbers(rows, columns=3):
@@ -134,7 +140,7 @@ def test_a_base_sharded_in_one_process_computes_what_it_did(name):
 
     want = run()
     with processes(1, "gloo"):
-        backbone.shard(CPU)
+        assert divide(backbone, CPU) is backbone
         layers = [module for module in backbone.decoder.modules() if isinstance(module, FSDPModule)]
         assert len(layers) == 3 and backbone.decoder in layers  # two layers, and what is left
         for got, value in zip(run(), want, strict=True):
@@ -144,9 +150,8 @@ def test_a_base_sharded_in_one_process_computes_what_it_did(name):
         assert (backbone.head.weight is weight) == tied == (backbone.model.get_output_embeddings().weight is weight)
         assert not weight.requires_grad and not backbone.head.weight.requires_grad
         assert fingerprint(backbone.model) == known and held_bytes(backbone) == nbytes
-        shards = backbone.shards
-        backbone.shard(CPU)  # a second time: nothing
-        assert backbone.shards is shards and backbone.anywhere(True) and not backbone.anywhere(False)
+        view = backbone.view(temperature=0.7)
+        assert isinstance(view, ShardedBackbone) and view.anywhere(True) and not view.anywhere(False)
 
 
 def assert_divided(backbone):
@@ -167,8 +172,7 @@ def test_a_process_of_two_holds_half_the_base_and_all_of_the_adapter():
     adapter = sum(p.nbytes for p in backbone.trainable_parameters())
     total, table = held_bytes(backbone), backbone.embedding_weight.nbytes
     with processes(2, "fake"):
-        backbone.shard(CPU)
+        divide(backbone, CPU)
         # 23 rows: 12 in each process, one of the second's is padding; all other sizes are even.
         assert held_bytes(backbone) == adapter + (total - adapter - table) // 2 + 12 * 16 * 4
-        assert backbone.anywhere(False) is False and backbone.anywhere(True) is True
         assert fingerprint(backbone.decoder) and fingerprint(backbone.embedding)

@@ -2,8 +2,7 @@
 
 Each is either refused, with the reason, or accepted; then the log-probabilities of its own samples, from the cache and
 from one pass, are held against an oracle: transformers' model on ids, no cache, no padding, the prefix run again for
-every token. Those of the sampler ``shared`` are held against the policy's. Weights are large and random, an adapter is
-on, sliding windows are four tokens long.
+every token. Weights are large and random, an adapter is on, sliding windows are four tokens long.
 
 ``python tests/models/zoo.py --write`` writes ``docs/models.md``; a test fails where it is not up to date.
 """
@@ -33,7 +32,6 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
-from grade.models.samplers import make_sampler
 from grade.models.sampling import Decoder, generate
 from grade.models.scoring import completion_logps
 
@@ -238,8 +236,8 @@ def page() -> str:
         f"{len(accepted)} of {len(rows())} are accepted.",
         "The error is the largest of log-probabilities of samples, decoded on the cache and scored in one pass over "
         "left-padded prompts, against transformers' own model on one unpadded prefix after another without a cache. It "
-        f"is rounded up to a power of ten; {SHOWN[0]:.0e} stands for anything smaller. The sampler `shared` is within "
-        "it, or refused for a state of linear attention. float64 throughout, even where a model computes a part in "
+        f"is rounded up to a power of ten; {SHOWN[0]:.0e} stands for anything smaller. "
+        "float64 throughout, even where a model computes a part in "
         f"float32 (loaded as float64, those differ by 1e-8 to 1e-6); float32 for {single}.",
         "With LongRoPE the context is the one before its extension: in a longer pass all positions are turned anew. "
         "Sparse attention by an index reads all tokens here: of unequal scores it reads the same ones on the cache, of "
@@ -289,18 +287,7 @@ def _examine(kind: str, dtype: torch.dtype) -> Row:
         completion_logps(backbone, prompts, completions, completions**0).detach(),
     )
     errors = [float((values - want).abs().max()) for values in got]
-    return Row(kind, max(*errors, _shared_error(backbone, prompts)))
-
-
-def _shared_error(backbone: Backbone, prompts: PromptBatch) -> float:
-    """Largest difference between the log-probabilities of the sampler `shared` and the policy's; 0 if it is refused."""
-    prompts = prompts.repeat(3)
-    try:
-        samples = make_sampler("shared").sample(backbone, prompts, 6, torch.Generator().manual_seed(1))
-    except InputError:
-        return 0.0
-    with torch.no_grad():
-        return samples.mismatch(completion_logps(backbone, prompts, samples.ids, samples.mask)).largest_difference
+    return Row(kind, max(errors))
 
 
 def _plain(reason: str) -> str:

@@ -78,30 +78,7 @@ def test_the_fit_is_reproducible():
     assert first.coef.tolist() == second.coef.tolist() != GoldJudge.fit(texts, labels, seed=6).coef.tolist()
 
 
-def test_missing_and_damaged_files_are_refused(judge, tmp_path):
-    path = tmp_path / "judge.npz"
-    judge.save(path)
-    whole = path.read_bytes()
-    start = whole.index(b"terms.npy") + 60  # within the first compressed stream, which zlib reads, not zipfile
-    garbled = whole[:start] + b"\xff" * 60 + whole[start + 60 :]
-    for content in (None, b"not a zip file", whole[: len(whole) // 2], garbled):
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(InputError, match="gold judge file: got .*judge.npz"):
-            GoldJudge.load(path)
-
-
-@pytest.mark.parametrize(
-    ("texts", "labels", "field"),
-    [
-        (["a b", "a c", "a d"], [0, 1], "labels"),
-        (["a b", "a c"], [0, 2], "labels"),
-        (["a b", "a c"], [0.3, 1], "labels"),
-        (["one two", "three four"], [0, 1], "texts"),
-        (["a b", None], [0, 1], "texts"),
-    ],
-)
-def test_fits_that_cannot_be(texts, labels, field):
-    with pytest.raises(InputError, match=f"^{field}: "):
-        GoldJudge.fit(texts, labels)
+@pytest.mark.parametrize("labels", [[0, 2], [0.3, 1], [1, 1]])
+def test_labels_other_than_0_and_1_are_refused(labels):
+    with pytest.raises(InputError, match="^labels: "):
+        GoldJudge.fit(["a b", "a c"], labels)

@@ -1,11 +1,8 @@
 """Reward models: one score for ids, soft tokens and padded input; frozen base; honest loading; training that learns."""
 
-import json
-
 import pytest
 import torch
 from conftest import make_backbone, tiny_config, tiny_gpt2, word_tokenizer
-from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +16,7 @@ from grade.rewards.model import HeadSettings, RewardModel, load_reward
 WORDS = "<pad> good fine great lovely bad poor awful dull the a film plot cast was it of and to in one scene".split()
 CASES = [
     ("bag", HeadSettings(hidden=0)),
-    ("bag", HeadSettings(hidden=5, pooling="root")),
+    ("bag", HeadSettings(hidden=5)),
     ("trunk", HeadSettings(hidden=8)),
 ]
 
@@ -92,9 +89,9 @@ def test_trunk_head_is_the_documents_head_by_hand():
 
 
 def test_bag_by_hand():
-    model = build("bag", HeadSettings(pooling="root"))
+    model = build("bag", HeadSettings())
     a, b = model.backbone.embed(torch.tensor([5, 9]))
-    pooled = ((a + b) / 2 * (2 / 48) ** 0.5 - model.center) / model.spread
+    pooled = ((a + b) / 2 - model.center) / model.spread
     want = torch.sigmoid(model.head[-1].weight[0] @ pooled + model.head[-1].bias)
     assert_close(model.score_ids(torch.tensor([[5, 9]]), torch.ones(1, 2)), want)
 
@@ -181,18 +178,13 @@ def other_weights(part):
     [("bag", "embedding", False), ("bag", "layer", True), ("trunk", "embedding", False), ("trunk", "layer", False)],
 )
 def test_a_reward_fits_the_weights_that_it_reads(tmp_path, kind, part, fits):
-    """A bag reads the embedding table, a trunk all layers; folders without a fingerprint are read as before."""
+    """A bag reads the embedding table, a trunk all layers."""
     RewardModel(kind, bare(), HeadSettings()).save(tmp_path)
     if fits:
         load_reward(tmp_path, other_weights(part))
     else:
         with pytest.raises(InputError, match="fingerprint of the base: .*same sizes, but other weights"):
             load_reward(tmp_path, other_weights(part))
-    about = json.loads((tmp_path / "reward.json").read_text())
-    del about["base"]["fingerprint"]
-    (tmp_path / "reward.json").write_text(json.dumps(about))
-    load_reward(tmp_path, other_weights(part))
-    load_reward(tmp_path, bare())
 
 
 def test_an_adapter_on_the_base_does_not_change_its_fingerprint(tmp_path):
@@ -200,38 +192,6 @@ def test_an_adapter_on_the_base_does_not_change_its_fingerprint(tmp_path):
     backbone = bare()
     backbone.add_adapter(LoraSettings(r=2))
     load_reward(tmp_path, backbone)
-
-
-def tensors(change):
-    """Change the weights in a folder."""
-
-    def spoil(folder):
-        save_file(change(load_file(folder / "reward.safetensors")), folder / "reward.safetensors")
-
-    return spoil
-
-
-def written(name, change):
-    """Change what a file in a folder holds."""
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-
-FITS = "reward model: got .*weights in reward.safetensors.*"
-SPOILT = {
-    "a tensor less": (tensors(lambda t: {k: v for k, v in t.items() if k != "head.1.bias"}), f"{FITS}Missing.*bias"),
-    "not finite": (tensors(lambda t: t | {"spread": t["spread"] * torch.nan}), f"{FITS}spread is not finite"),
-    "no settings": (lambda folder: (folder / "reward.json").unlink(), "reward model"),
-    "bad settings": (written("reward.json", lambda text: text[:30]), "reward model"),
-    "bad weights": (written("reward.safetensors", lambda content: content[:-10]), "reward model"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
-def test_a_folder_that_does_not_fit_is_one_clear_error(tmp_path, spoil, message):
-    RewardModel("bag", bare(), HeadSettings()).save(tmp_path)
-    spoil(tmp_path)
-    with pytest.raises(InputError, match=message):
-        load_reward(tmp_path, bare())
 
 
 # --- training
@@ -257,7 +217,7 @@ def config(seed=0, **changes):
         min_tokens=4, max_tokens=12,
     )  # fmt: skip
     fit |= changes
-    return RewardConfig.parse({"bag": fit, "trunk": fit, "eval_tokens": [4, 12], "feature_batch_size": 7, "seed": seed})
+    return RewardConfig.parse({"bag": fit, "trunk": fit, "eval_tokens": [4, 12], "seed": seed})
 
 
 @pytest.mark.parametrize("kind", ["bag", "trunk"])
@@ -292,17 +252,10 @@ def test_early_stopping_returns_the_best_epoch():
     assert seen["accuracy_12"] == report["validation_accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda r: [], "reviews"),
-        (lambda r: [*r, Review("", 1)], "review: got ''"),
-        (lambda r: [*r, Review("good", 2)], "label: got 2"),
-    ],
-)
-def test_bad_reviews_are_refused(change, match):
-    with pytest.raises(InputError, match=match):
-        train_reward("bag", config(), bare(), change(reviews(20, 0)), reviews(10, 1))
+def test_texts_without_a_token_and_other_labels_are_refused():
+    for more, match in ((Review("", 1), "bag reward features"), (Review("good", 2), "label: got 2")):
+        with pytest.raises(InputError, match=match):
+            train_reward("bag", config(), bare(), [*reviews(20, 0), more], reviews(10, 1))
 
 
 def test_crop_range_and_non_finite_base_are_refused():

@@ -25,9 +25,10 @@ from grade.errors import InputError
 from grade.gradients import objective, policy_gradient, replay
 from grade.models.backbone import Backbone
 from grade.rewards.model import HeadSettings, RewardModel
-from grade.training.config import FSDP2, SHARDING, TrainConfig
-from grade.training.run import train
+from grade.models.sharded import divide
+from grade.training.config import TrainConfig
 from grade.training.loop import GradeTrainer
+from grade.training.run import train
 
 TARGETED = ("gumbel", "ppo")
 """Methods with a budget for KL."""
@@ -110,7 +111,7 @@ def sharded(root: Path, methods: list[str]) -> int:
     - ``breaking``: exit codes of two processes of which the second one fails in the middle of a step;
     - ``recorded``: exit codes of two processes that compare hidden states.
     """
-    common, environment = sharded_project(root), {SHARDING: FSDP2}
+    common, environment = sharded_project(root), {"ACCELERATE_USE_FSDP": "true"}
     if one_and_two(root, methods, common, environment):
         return 1
     results = {"interrupted": interrupted(root, methods[-1], common, environment)}
@@ -183,7 +184,7 @@ def recorded(model: str) -> list[int]:
         dist.init_process_group("gloo")
         base = Backbone.load(model)
         expected = states(base)
-        base.shard(torch.device("cpu"))
+        divide(base, torch.device("cpu"))
         assert torch.equal(states(base), expected)
 
     return in_two(work)

@@ -167,42 +167,13 @@ def test_another_policy_is_refused_and_nothing_is_updated(base, server, tmp_path
     assert torch.equal(adapter(made), start) and not server.adapters
 
 
-def test_importance_weights_reach_the_gradient(base, tmp_path):
-    """The trainer's weights are those of the two policies' log-probabilities; here a sampler that reports others."""
-
-    class Off(Sampler):
-        def sample(self, *args):
-            samples = super().sample(*args)
-            shift = torch.linspace(-0.4, 0.3, samples.logps.shape[1])
-            return samples._replace(logps=(samples.logps + shift) * samples.mask)
-
-    for level in ("token", "sequence"):
-        importance = dict(importance_sampling=level, importance_sampling_cap=1.2, sampler_max_difference=1.0)
-        made = trainer(base, tmp_path, "rloo", Recorded(Off("own")), **importance)
-        seen = []
-        made.learner.step = lambda given, *rest, seen=seen, step=made.learner.step: (
-            seen.extend(given), step(given, *rest)
-        )[1]  # fmt: skip
-        made.train()
-        for given, samples in zip(seen[:2], made.sampler.kept, strict=False):
-            difference = -torch.linspace(-0.4, 0.3, samples.mask.shape[1]) * samples.mask
-            want = difference.exp() if level == "token" else difference.sum(1, keepdim=True).exp()
-            torch.testing.assert_close(given.weights, want.clamp(max=1.2), atol=1e-4, rtol=1e-4)  # float32 passes
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
         (dict(method="gumbel"), "method: got 'gumbel'; allowed: ste, gumbel_rao, reinmax, st, or .* soft ones"),
         (dict(sampler="vllm"), "sampler: got 'vllm'; allowed: .*own, shared, or .* http://host:port"),
-        (
-            dict(method="ste", importance_sampling="token"),
-            "importance_sampling: .*none with ste; token or sequence with",
-        ),
-        (dict(sampler="own", importance_sampling="token"), "importance_sampling: .*none with sampler = own"),
         (dict(sampler="shared", sampler_folder="x"), "sampler_folder: got 'x'; allowed: None with sampler = shared"),
         (dict(sampler="own", sampler_max_difference=0.1), "sampler_max_difference: got 0.1; .* sampler = own"),
-        (dict(method="rloo", importance_sampling_cap=3.0), "_cap: got 3.0; .* 2.0 with importance_sampling = none"),
         (dict(use_vllm=True), "use_vllm: .*sampler: http://host:port"),
     ],
 )

@@ -3,15 +3,16 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from fresh_process import script
 from training.runs import assert_equal_adapters
 
-from grade.errors import InputError
 from grade.gradients.methods import METHODS
-from grade.training.config import FSDP2, SHARDING, TrainConfig, sharding
+from grade.models.sharded import divide
+from grade.training.load import divider
 
 SCRIPT = Path(__file__).with_name("processes.py")
 ALL = os.environ.get("GRADE_ALL_CASES") == "1"
@@ -60,39 +61,10 @@ def test_a_sharded_base_has_the_hidden_states_of_a_whole_one(results):
     assert results["recorded"] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("variables", "name"),
-    [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version"),
-        ({SHARDING: "zero3"}, "grade_sharding"),
-    ],
-)
-def test_what_accelerate_can_do_and_this_cannot_is_refused_by_name(monkeypatch, variables, name):
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    with pytest.raises(InputError) as error:
-        sharding()
-    assert error.value.field == f"accelerate launch: {name}"
-
-
-@pytest.mark.parametrize(("variable", "value", "name"), [
-    ("WORLD_SIZE", "", "WORLD_SIZE"), ("WORLD_SIZE", "abc", "WORLD_SIZE"), ("LOCAL_RANK", "", "LOCAL_RANK"),
-    ("WORLD_SIZE", "2", "MASTER_ADDR"), ("LOCAL_RANK", "0", "MASTER_ADDR"),
-])  # fmt: skip
-def test_a_variable_of_a_launcher_is_named(monkeypatch, variable, value, name):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(InputError, match=f"^environment: {name}: got "):
-        TrainConfig.parse({"output_dir": "x", "use_cpu": True}, "run.yaml")
-
-
-def test_fsdp2_is_taken_over_from_accelerate_so_that_it_does_not_wrap_the_model_again(monkeypatch):
-    monkeypatch.delenv(SHARDING, raising=False)
-    assert sharding() == ""
-    for variable, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", SHARDING: ""}.items():
-        monkeypatch.setenv(variable, value)
-    assert sharding() == FSDP2 and sharding() == FSDP2
+def test_what_accelerate_was_asked_for_is_done_here_and_not_asked_of_it_again(monkeypatch):
+    one, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+    monkeypatch.setenv("GRADE_DIVIDER", "")
+    assert divider(two) is None
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert divider(one) is None and divider(two) is divide
     assert os.environ["ACCELERATE_USE_FSDP"] == "false"

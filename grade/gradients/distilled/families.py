@@ -47,7 +47,6 @@ from grade.models.head import Values, chunk_rows, embedding_values, expected_val
 from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import early_rows
 from grade.models.scoring import pooled_states, predicting_hidden
-from grade.models.teacher import Teacher
 
 SKETCH = 2048
 """Features of `values`."""

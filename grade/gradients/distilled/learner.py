@@ -70,7 +70,6 @@ from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
 from grade.models.prompts import Rows, ScoredTexts, decode
 from grade.models.scoring import hidden_logps, token_kl
-from grade.models.teacher import Teacher, names_sibling, with_siblings
 
 DECAY = 0.7
 """Of the averages over earlier measurements."""
@@ -176,7 +175,7 @@ class DistilledGradient(Learner):
         for name in names:
             if config.substitutions and name not in ADDITIVE:
                 raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with substitutions")
-        if config.substitutions and backbone.shards is not None:  # processes would score unequally often
+        if config.substitutions and backbone.lockstep:  # processes would score unequally often
             raise InputError("substitutions", config.substitutions, "0 where the base is divided among processes")
         self.siblings = teacher is not None and names_sibling(teacher.context)
         if self.siblings and config.residual_weight == 1:

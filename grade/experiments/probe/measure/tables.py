@@ -35,7 +35,7 @@ from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.results import progress
 from grade.stats import Estimate
-from grade.training.folder import OPTIMIZER_FILE
+from grade.training.checkpoint import OPTIMIZER_FILE
 from grade.training.toy import toy_task
 
 _TIMELINES = ("chunked", "streamed")

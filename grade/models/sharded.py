@@ -14,7 +14,9 @@ float32 factors beside a bfloat16 base need no unit of their own. Frozen weights
 reduced or scattered.
 
 All processes must gather equally often, or they wait for each other for ever. So all make the same passes; where the
-number depends on the data (early ends, tolerances), they agree by `any_process`.
+number depends on the data (early ends, tolerances), they agree by `ShardedBackbone.anywhere`.
+
+``accelerate launch --config_file params/accelerate/fsdp2.yaml`` asks for it, see `grade.training.load.divider`.
 
 Left out: offloading to the CPU, replicas of shards (HSDP), parts of a layer on several devices.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from grade.errors import InputError
+from grade.models.backbone import Backbone
 from grade.models.parameters import keep_fingerprint
 
 _aten = torch.ops.aten
@@ -80,14 +84,14 @@ class RowShards:
 class ShardedTable(Tensor):
     """A frozen matrix, or its transpose, whose rows lie on several processes; operators read it as if all were here."""
 
-    _shards: RowShards
+    parts: RowShards
     _transposed: bool
 
     @staticmethod
     def __new__(cls, shards: RowShards, transposed: bool = False) -> ShardedTable:  # noqa: D102
         size = shards.shape[::-1] if transposed else shards.shape
         self = Tensor._make_wrapper_subclass(cls, size, dtype=shards.rows.dtype, device=shards.rows.device)
-        self._shards, self._transposed = shards, transposed
+        self.parts, self._transposed = shards, transposed
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # results are ordinary tensors
@@ -96,46 +100,53 @@ class ShardedTable(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Gather what ``func`` reads, and run it."""
         if func in _STAYS_SHARDED:
-            return ShardedTable(args[0]._shards, args[0]._transposed)
+            return ShardedTable(args[0].parts, args[0]._transposed)
         if func is _aten.t.default or (func is _aten.permute.default and list(args[1]) == [1, 0]):
-            return ShardedTable(args[0]._shards, not args[0]._transposed)
+            return ShardedTable(args[0].parts, not args[0]._transposed)
         if func._schema.is_mutable and isinstance(args[0], ShardedTable):
             raise RuntimeError(f"{func} would change a sharded table, which is frozen")
         with contextlib.ExitStack() as stack:
 
             def gathered(table: ShardedTable) -> Tensor:
-                rows = stack.enter_context(table._shards.all())
+                rows = stack.enter_context(table.parts.all())
                 return rows.t() if table._transposed else rows
 
             args, kwargs = tree_map_only(ShardedTable, gathered, (args, kwargs or {}))
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: D105 - the contents are elsewhere
-        return f"ShardedTable(shape={tuple(self.shape)}, dtype={self.dtype}, rows={len(self._shards.rows)})"
-
-    @property
-    def local_rows(self) -> Tensor:
-        """The rows that this process holds."""
-        return self._shards.rows
+        return f"ShardedTable(shape={tuple(self.shape)}, dtype={self.dtype}, rows={len(self.parts.rows)})"
 
 
-def any_process(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a flag is set on any process. A collective operation."""
-    if group.size() == 1 or dist.get_backend(group) == "fake":  # a trace has no other processes
-        return flag
-    flags = torch.tensor(int(flag), device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return bool(flags)
+class ShardedBackbone(Backbone):
+    """A backbone whose base is divided among all processes."""
+
+    lockstep = True
+    group: dist.ProcessGroup
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether a flag is set on any process. A collective operation."""
+        flags = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flags)
+
+
+def divide(backbone: Backbone, device: torch.device) -> ShardedBackbone:
+    """Divide a backbone's base among all processes; in place, as ``fully_shard`` does, for all that refers to it."""
+    backbone.group = shard_base(backbone.model, device)
+    backbone.head = replace(backbone.head, weight=backbone.model.get_output_embeddings().weight)
+    backbone.__class__ = ShardedBackbone
+    return backbone
 
 
 def shard_base(model: PreTrainedModel, device: torch.device) -> dist.ProcessGroup:
     """Divide a base among all processes, in place; each must have loaded the same one, and must call this.
 
-    The base is on the CPU or on the device, and moves there layer by layer. With device meta there are no data, for a
-    trace. Its embedding table and head become sharded tables; tied ones stay one. Returns the group of processes.
+    The base is on the CPU or on the device, and moves there layer by layer. Its embedding table and head become sharded
+    tables; tied ones stay one. Returns the group of processes.
     """
     decoder, tables = model.base_model, (model.get_input_embeddings(), model.get_output_embeddings())
-    mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     group = mesh.get_group()
     for module in (model, decoder, tables[0]):
         keep_fingerprint(module)
@@ -183,14 +194,3 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     for child in module.children():
         layers += child if isinstance(child, nn.ModuleList) else _layers(child)
     return layers
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, sharded or not."""
-    return tensor.local_rows if isinstance(tensor, ShardedTable) else getattr(tensor, "_local_tensor", tensor)
-
-
-def held_bytes(module: nn.Module) -> int:
-    """Bytes of parameters that this process holds; of a sharded module its own shards."""
-    parts = [local_part(p) for p in module.parameters()]
-    return sum(part.numel() * part.element_size() for part in parts)
