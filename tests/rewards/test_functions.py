@@ -162,11 +162,3 @@ def test_a_column_is_logged_once_for_a_batch_with_a_value_for_each_completion(va
 
     with pytest.raises(InputError, match="log_extra: got '(length|other)'; .* not logged yet, and 2 values"):
         call(reward)
-
-
-def test_an_input_error_of_a_function_stays_as_it_is():
-    def reward(**_):
-        raise InputError("column", "answer", "there")
-
-    with pytest.raises(InputError, match="^column: got 'answer'"):
-        call(reward)
