@@ -1,6 +1,5 @@
 """Divergences from a teacher against dense logits and enumeration; what may be a teacher."""
 
-import dataclasses
 from itertools import product
 
 import pytest

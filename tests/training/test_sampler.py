@@ -10,6 +10,7 @@ import torch
 from completions_server import serving
 from datasets import Dataset
 from fresh_process import script
+from grade.models.samplers import Sampler, make_sampler, seed_of
 from training.runs import assert_equal_adapters
 
 from grade import GradeConfig, GradeTrainer
@@ -18,7 +19,6 @@ from grade.gradients.policy_gradient import Completions, StepContext
 from grade.gradients.replay import replay
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.samplers import Sampler, make_sampler, seed_of
 from grade.rewards.model import load_reward
 
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {word}"} for word in ("a", "so", "not", "it", "all", "bad")])
