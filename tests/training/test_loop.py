@@ -27,7 +27,6 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.room import check_room
 from grade.training.toy import toy_task
 
 SMALL = dict(
