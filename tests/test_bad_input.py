@@ -253,8 +253,7 @@ def cases():
         ("probe", "--set generation.temperature=1e-30", "temperature"), ("fetch", "--output-dir run", "lists"),
         ("backbone", "--set hidden_size=1000000", "TB"), ("pretrain", "--set context=100000", "context"),
         ("results", "", "grade repro makes them"),
-        ("data", "--set source=reviews", "source"), ("measure", "--runs nowhere", "--runs"),
-        ("notebook", "--runs small.ipynb", "--runs"), ("gold", "--metrics made", "--output-dir"),
+        ("data", "--set source=reviews", "source"), ("gold", "--metrics made", "--output-dir"),
         ("reward", "--metrics bag/reward.json", "--metrics"), ("bench", "--output base/config.json", "--output"),
         ("bench", "--set models=[tiny,nowhere]", "models: got 'nowhere'"),
     ):  # fmt: skip
@@ -265,10 +264,6 @@ def cases():
         ("compare", "seeds=[1,1]", "different seeds"), ("compare", "chosen_rates.nope=1", "nope"),
         ("estimators", "dtype=int8", "dtype"), ("exp6", "device=tpu", "device"), ("intuitor", "lengths=[0]", "lengths"),
         ("probe", "narrow_multiples=[-1.0]", "narrow_multiples.0"),
-        ("probe", "runs_dir=. --set backbone_dir=base --set reward_dir=bag --set reviews_dir=reviews", "trained_run"),
-        ("exp4", "batch_before=1000000000", "would need"), ("compare", "methods=[ste,ste]", "counted twice"),
-        ("compare", "gold_file=judge.npz", "gold_file"), ("caching", "backbone_dir=base", "reviews_dir"),
-        ("estimators", "tiny_topk=6", "gumbel_topk"),
     ):  # fmt: skip
         yield f"measure {experiment}", f"--output-dir made --set {text}", says, {}
     for command, name, row in (
