@@ -23,7 +23,7 @@ from transformers.utils import logging
 from grade.config import SEEDS, Config
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows, tiny_model, train_tokenizer, window_nats
-from grade.errors import InputError, reading, require_file
+from grade.errors import InputError
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.stats import Estimate
 
@@ -77,10 +77,7 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
     # transformers reads the file again for tokenizer, config and weights, several seconds each time.
-    with (
-        reading("backbone", require_file(files[0]), "a GGUF file of a causal language model"),
-        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
-    ):
+    with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
         tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
         quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
     # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.

@@ -25,7 +25,7 @@ from pydantic import create_model
 
 import grade
 from grade.config import Config
-from grade.errors import MOST_SHOWN, InputError
+from grade.errors import InputError
 from grade.files import write_text
 
 # What differs between two runs, or says when they were, and nothing about the result.
@@ -117,7 +117,7 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         failed.unlink(missing_ok=True)
     except PapermillExecutionError as error:
         os.replace(temporary, failed)
-        reason = f"{error.ename}: {error.evalue[:MOST_SHOWN]}"
+        reason = f"{error.ename}: {error.evalue[:500]}"
         message = f"{notebook.name}, cell In [{error.exec_count}]: {reason} (see {failed})"
         raise NotebookError(" ".join(message.split())) from None
     except DeadKernelError as error:
