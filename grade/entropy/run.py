@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
-from grade.errors import InputError, reading, require_file
+from grade.errors import InputError
 from grade.gradients.methods import Rate
 from grade.gradients.objective import Objective
 from grade.memory.settings import Device, require_device
@@ -122,14 +121,12 @@ def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path |
     """
     optimizer = torch.optim.AdamW(policy.trainable_parameters())
     if state is not None:
-        with reading("optimizer state", state, "AdamW's state_dict for this adapter"):
-            with warnings.catch_warnings():  # of a pickle that torch did not write, which is refused
-                warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
-                optimizer.load_state_dict(torch.load(require_file(state), weights_only=True))
-            for p, values in optimizer.state.items():
-                for name, value in values.items():
-                    if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
-                        raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
+        optimizer.load_state_dict(torch.load(state, weights_only=True))
+        for p, values in optimizer.state.items():
+            for name, value in values.items():
+                if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
+                    shapes = f"{name} of shape {list(p.shape)}"
+                    raise InputError("optimizer state", list(value.shape), f"AdamW's of this adapter, with {shapes}")
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = config.learning_rate, config.weight_decay
     return optimizer

@@ -174,7 +174,7 @@ def test_a_table_of_numbers_is_split_when_the_config_says_so(tmp_path):
 def test_sets_that_are_not_there(tmp_path):
     with pytest.raises(InputError, match="split: got 'train'; allowed: one of reward"):
         load_reviews(tmp_path, "train")
-    with pytest.raises(InputError, match="reviews: got .*gold.jsonl.*No such file"):
+    with pytest.raises(FileNotFoundError):
         load_reviews(tmp_path, "gold")
     (tmp_path / "gold.jsonl").write_text("")
     with pytest.raises(InputError, match="at least one review"):

@@ -5,7 +5,7 @@ from types import MethodType
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB, make_prompts, tiny_config, tiny_gpt2
+from conftest import VOCAB, make_prompts, tiny_config, tiny_gpt2, word_tokenizer
 from models.zoo import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, OPTConfig
@@ -135,10 +135,10 @@ def test_a_soft_cap_that_the_head_does_not_know_is_refused_or_warned_of(cap, dty
 
 
 @pytest.mark.parametrize(
-    ("dtype", "noise"), [(torch.float64, 1e-9), (torch.float32, 2e-3), (torch.bfloat16, 2e-2), (torch.float16, 1e-2)]
+    ("dtype", "noise"), [(torch.float64, 2e-3), (torch.float32, 2e-3), (torch.bfloat16, 2e-2), (torch.float16, 1e-2)]
 )
 def test_rounding_of_any_processor_is_no_reason(dtype, noise, recwarn):
-    """Two orders of one computation differ by this much at the most: ten bits of a product in TF32, eight of bfloat16."""
+    """Two orders of one computation differ by this at the most: ten bits of a product in TF32, eight of bfloat16."""
     model, generator = tiny(dtype=dtype), torch.Generator().manual_seed(0)
 
     def rounded(forward, *args, **kw):
@@ -148,6 +148,20 @@ def test_rounding_of_any_processor_is_no_reason(dtype, noise, recwarn):
     change(model.model.norm, rounded)
     Backbone(model)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_large_difference_is_a_warning_where_products_are_coarse(dtype):
+    """Float32 counts as coarse where TF32 is allowed."""
+    model, before = tiny(dtype=dtype), torch.get_float32_matmul_precision()
+    for layer in model.model.layers:
+        change(layer.self_attn, _alone)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.warns(UserWarning, match="much for rounding"):
+            Backbone(model)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_randomness_in_training_mode_only_is_refused():
@@ -208,14 +222,14 @@ def test_missing_weights_are_refused_and_not_random(folder, name):
     state = load_file(folder / "model.safetensors")
     del state[name]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match=f"lack {name}"):
+    with pytest.raises(InputError, match=rf"lack \['{name}'\]"):
         load_pretrained(folder, torch.float32)
 
 
-def test_weights_that_the_model_would_ignore_are_refused(folder):
+def test_weights_that_the_model_ignores_are_named(folder):
     state = load_file(folder / "model.safetensors")
     state["model.layers.2.mlp.up_proj.weight"] = torch.zeros(32, 16)
-    state["model.layers.3.mlp.up_proj.weight"] = torch.zeros(32, 16)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match="hold, unknown to the model, model.layers.2.mlp.up_proj.weight and 1 more"):
+    word_tokenizer(["a", "b"], "a").save_pretrained(folder)
+    with pytest.warns(UserWarning, match="ignores 1 tensors, such as model.layers.2.mlp.up_proj.weight"):
         load_pretrained(folder, torch.float32)
