@@ -144,6 +144,7 @@ def interrupted(root: Path, method: str, common: dict, environment: dict[str, st
 
     def work(processes: int, last: int):
         def stopping(self, *args, plain=GradeTrainer.training_step):
+            assert self.backbone.lockstep == (processes == 2)
             if self.state.global_step == last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return plain(self, *args)
