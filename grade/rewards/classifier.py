@@ -56,7 +56,10 @@ def classifier_reward(
     label = None
     if isinstance(model, str):
         source, _, label = model.rpartition("@") if "@" in Path(model).name else (model, "", None)
-        model = load_classifier(source)
+        try:
+            model = load_classifier(source)
+        except OSError as error:  # transformers' does not name the setting
+            raise InputError("reward", source, "a folder or hub id of a classifier with safetensors weights") from error
     model, source = model.to(backbone.device), model.config._name_or_path
     if model.base_model is model:
         raise InputError("reward", type(model).__name__, "a model with labels, as AutoModelForSequenceClassification's")
