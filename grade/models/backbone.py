@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.files import require_source
 from grade.models.adapter import (
     FOLDED_TYPES,
@@ -190,7 +190,7 @@ def load_pretrained(
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
     require_source(field, name, allowed)
-    with reading(field, name, allowed):
+    try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise InputError(field, name, "a decoder-only causal language model, not an encoder-decoder")
@@ -208,3 +208,7 @@ def load_pretrained(
         if (Path(name) / "generation_config.json").exists():  # transformers passes over a damaged one
             GenerationConfig.from_pretrained(name)
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(field, name, f"{allowed} ({error})") from error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.models.head import EmbeddingTable, Head
 from grade.models.prompts import position_ids
 
@@ -46,8 +46,7 @@ class FrozenBase(nn.Module):
         _freeze(model)
         self.model, self.tokenizer = model, tokenizer
         self.decoder = model.base_model
-        with reading("backbone", model.config.model_type, "a head whose logits are scaled by a number"):
-            self.head = _head_of(model)
+        self.head = _head_of(model)
         self.embedding = model.get_input_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
         # Read once: the Trainer aligns the model's special tokens with its tokenizer's.

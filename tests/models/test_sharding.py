@@ -48,16 +48,10 @@ def together(monkeypatch):
 
 def held_bytes(module):
     """Bytes of parameters that this process holds; of a divided module its own part."""
-<<<<<<< HEAD
-    parameters = module.parameters()
-    parts = [p.parts.rows if isinstance(p, ShardedTable) else getattr(p, "_local_tensor", p) for p in parameters]
-    return sum(part.numel() * part.element_size() for part in parts)
-=======
     return sum(
         (p.parts.rows if isinstance(p, ShardedTable) else getattr(p, "_local_tensor", p)).nbytes
         for p in module.parameters()
     )
->>>>>>> plug_capabilities
 
 
 def numbers(rows, columns=3):

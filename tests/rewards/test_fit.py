@@ -1,6 +1,5 @@
 """Training of reward models: what a head learns from, what the report says, and labels that are any number."""
 
-import json
 import math
 from functools import cache
 
@@ -98,10 +97,6 @@ def test_a_folder_remembers_that_labels_were_numbers(tmp_path, base):
     ids, mask = torch.tensor([[70, 80, 90]]), torch.ones(1, 3)
     assert loaded.labels == "number" and torch.equal(loaded.score_ids(ids, mask), model.score_ids(ids, mask))
     assert float(loaded.score_ids(ids, mask)) > 90
-    about = json.loads((tmp_path / "reward.json").read_text())
-    (tmp_path / "reward.json").write_text(json.dumps(about | {"labels": "words"}))
-    with pytest.raises(InputError, match="labels: got 'words'; allowed: binary or number"):
-        load_reward(tmp_path, base)
 
 
 def test_r2_and_its_jackknife_by_leaving_each_row_out():
