@@ -9,7 +9,7 @@ from pathlib import Path
 import grade
 
 PLUGINS = (
-    "training/teacher.py", "training/texts.py", "training/auto.py", "models/served.py", "models/sharded.py",
+    "training/teacher.py", "training/texts.py", "training/auto.py", "training/served.py", "models/sharded.py",
     "rewards/classifier.py", "gradients/distilled",
 )  # fmt: skip
 TRAIN = """

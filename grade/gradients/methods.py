@@ -74,7 +74,7 @@ METHODS: dict[str, Method] = {
 """Every method: name, settings, learner."""
 CAPABILITIES: dict[str, str] = {
     "teacher": "grade.training.teacher:TeacherSettings",
-    "sampler": "grade.models.served:SamplerSettings",
+    "sampler": "grade.training.served:SamplerSettings",
 }
 """Settings that a run has only where it sets one of them: they begin with the capability's name."""
 

@@ -291,7 +291,8 @@ class PolicyGradient(Learner):
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` was taken."""
-        self.value_head.load_state_dict(tensors)
+        if self.value_head is not None:
+            self.value_head.load_state_dict(tensors)
 
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 TEXTS = "grade.training.texts:TextPhase"
 """Steps along scored texts."""
-SAMPLER = "grade.models.served:StepSampler"
+SAMPLER = "grade.training.served:StepSampler"
 """Completions from another sampler."""
 TEACHER_REWARD = "grade.training.teacher:add_teacher"
 """A teacher beside rewards, or alone."""

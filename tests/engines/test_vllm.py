@@ -17,7 +17,7 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.scoring import completion_logps
-from grade.models.served import StepSampler
+from grade.training.served import StepSampler
 
 BOUND = 1e-3
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -14,7 +14,7 @@ from grade.errors import InputError
 from grade.gradients.policy_gradient import StepContext
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.served import StepSampler, compare
+from grade.training.served import StepSampler, compare
 from grade.rewards.model import load_reward
 
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {word}"} for word in ("a", "so", "not", "it", "all", "bad")])
@@ -164,7 +164,7 @@ def test_a_difference_that_rounding_explains_is_none_of_another_policy(shift, re
     logps = -torch.rand(4, 8, generator=generator()) * 5
     sign = torch.where(torch.rand(4, 8, generator=generator(1)) < 0.5, -1.0, 1.0)
     found = compare(logps + shift * sign, logps, torch.ones(4, 8))
-    with caplog.at_level(logging.WARNING, "grade.models.served"):
+    with caplog.at_level(logging.WARNING, "grade.training.served"):
         if refused:
             with pytest.raises(InputError, match="sampler: mean difference"):
                 sampler._check(found)
