@@ -24,10 +24,10 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.files import require_source
 from grade.models.adapter import (
     FOLDED_TYPES,
@@ -166,8 +166,6 @@ class Backbone(FrozenBase):
 
         Where it lies: PEFT makes a folder within for a name that is not ``default``.
         """
-        if self.peft is None:
-            raise InputError("adapter", None, "a backbone with a LoRA adapter")
         self.peft.save_pretrained(str(folder))
         return write_fingerprint(self.peft, folder)
 
@@ -190,21 +188,16 @@ def load_pretrained(
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
     require_source(field, name, allowed)
-    with reading(field, name, allowed):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if config.is_encoder_decoder:
-            raise InputError(field, name, "a decoder-only causal language model, not an encoder-decoder")
-        for key in vars(config):
-            if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
-                setattr(config, key, 0.0)
-        logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
-        with errors_only():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=dtype, use_safetensors=True,
-                attn_implementation=None if attention == "auto" else attention,
-                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
-        check_loaded(name, info)
-        if (Path(name) / "generation_config.json").exists():  # transformers passes over a damaged one
-            GenerationConfig.from_pretrained(name)
-        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    for key in vars(config):
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
+            setattr(config, key, 0.0)
+    logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
+    with errors_only():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, use_safetensors=True,
+            attn_implementation=None if attention == "auto" else attention,
+            trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    check_loaded(name, info)
+    return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -60,10 +60,6 @@ class PromptBatch(Rows):
     # the dataset's row of each prompt, B of them; None if the ids were not made from rows
     examples: tuple[Mapping[str, Any], ...] | None = None
 
-    def __post_init__(self) -> None:
-        if self.examples is not None and len(self.examples) != len(self.ids):
-            raise ValueError(f"{len(self.examples)} examples for {len(self.ids)} prompts")
-
     def __len__(self) -> int:
         """The number of prompts B."""
         return len(self.ids)
