@@ -7,11 +7,6 @@ line, or what a library says of a file or a value, and exits with code 2. Everyt
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 
 class InputError(ValueError):
     """Input that cannot be used: ``<field>: got <value>; allowed: <what is allowed>``.
@@ -35,40 +30,3 @@ class InputError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, object, str]]:  # from a worker process
         return type(self), (self.field, self.value, self.allowed)
-
-
-MOST_SHOWN = 500
-"""Characters of a library's message."""
-
-
-def require_file(path: str | Path) -> Path:
-    """A path to a file; a folder, or nothing, is an `OSError`."""
-    os.stat(path)
-    return Path(path)
-
-
-def file_error(error: BaseException) -> str:
-    """The file, where the exception names it, and the reason, on one line.
-
-    >>> file_error(FileNotFoundError(2, "No such file or directory", "a.json"))
-    'a.json: No such file or directory'
-    """
-    if isinstance(error, OSError) and error.strerror:
-        reason = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    else:
-        reason = f"{type(error).__name__}: {error}"
-    line = " ".join(reason.split())
-    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
-
-
-
-
-@contextmanager
-def reading(field: str, place: str | Path, allowed: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Turn what a library raises for bad content into one line that names field, file and reason."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (kind, OSError) as error:
-        raise InputError(field, str(place), f"{allowed} ({file_error(error)})") from error

@@ -1,8 +1,7 @@
 """A server of the OpenAI completions protocol with token ids on the loopback address, for tests.
 
 It shares no code with the package: it loads adapters with PEFT and samples with whole forward passes of transformers.
-It tells ``prompt_logprobs``, and the tokens of texts if there is a ``tokenizer``. ``spoil`` may change an
-answer before it is sent; ``requests`` are all bodies that came, with their paths.
+``spoil`` may change an answer before it is sent; ``requests`` are all bodies that came, with their paths.
 """
 
 import json
@@ -19,10 +18,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def do_GET(self):  # noqa: N802 - the name that http.server calls
-        self.do_POST()
-
-    def do_POST(self):  # noqa: N802
+    def do_POST(self):  # noqa: N802 - the name that http.server calls
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
         with server.lock, torch.random.fork_rng(devices=[]):
@@ -30,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
             server.headers = self.headers
             status, answer = {
                 "/v1/completions": server.complete, "/v1/load_lora_adapter": server.load,
-                "/v1/unload_lora_adapter": server.unload, "/v1/models": server.models, "/tokenize": server.tokenize,
+                "/v1/unload_lora_adapter": server.unload,
             }[self.path](body)  # fmt: skip
             if server.spoil is not None:
                 status, answer = server.spoil(self.path, status, answer)
@@ -50,7 +46,6 @@ class CompletionsServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.dtype, self.lock = folder, dtype, threading.Lock()
         self.adapters, self.requests, self.spoil, self.most_adapters = {}, [], None, 0
-        self.base, self.tokenizer, self.longest = None, None, 64
 
     @property
     def address(self):
@@ -67,36 +62,8 @@ class CompletionsServer(ThreadingHTTPServer):
     def unload(self, body):
         return (200, "gone") if self.adapters.pop(body["lora_name"], None) else (404, {"error": "no such adapter"})
 
-    def models(self, _):
-        names = ("base", "alias")  # answers have the first, as vLLM's
-        models = [{"id": name, "root": "/base", "parent": None, "max_model_len": self.longest} for name in names]
-        models += [{"id": name, "root": f"/{name}", "parent": "base"} for name in self.adapters]
-        return 200, {"object": "list", "data": models}
-
-    def tokenize(self, body):
-        if self.tokenizer is None:
-            return 404, {"detail": "Not Found"}
-        ids = self.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])["input_ids"]
-        return 200, {"tokens": ids, "count": len(ids)}
-
-    @torch.no_grad()
-    def score(self, body):
-        if self.base is None:
-            self.base = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).eval()
-        prompt, model = body["prompt"], self.adapters.get(body["model"], self.base)
-        if len(prompt) + body["max_tokens"] > self.longest:
-            return 400, {"error": f"This model's maximum context length is {self.longest} tokens."}
-        logp, places = model(input_ids=torch.tensor([prompt])).logits[0].double().log_softmax(-1), [None]
-        for row, token in zip(logp, prompt[1:], strict=False):
-            kept = [token, *row.topk(body["prompt_logprobs"]).indices.tolist()]
-            places.append({str(each): {"logprob": float(row[each]), "decoded_token": "?"} for each in kept})
-        choices = [{"index": 0, "prompt_logprobs": places, "prompt_token_ids": prompt}]
-        return 200, {"model": body["model"] if body["model"] in self.adapters else "base", "choices": choices}
-
     @torch.no_grad()
     def complete(self, body):
-        if "prompt_logprobs" in body:
-            return self.score(body)
         if body.get("model") not in self.adapters:
             return 404, {"error": f"The model {body.get('model')} does not exist."}
         assert body["top_p"] == 1 and body["top_k"] == 0 and body["ignore_eos"] and body["return_token_ids"]

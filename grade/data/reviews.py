@@ -56,5 +56,5 @@ def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
 def finite_number(value: float) -> float:
     """A finite number; a whole one as an int, so that 1 and 1.0 are one label and are written alike."""
     if not math.isfinite(value):
-        raise ValueError
+        raise ValueError(f"{value} is not finite")
     return int(value) if value == int(value) else value

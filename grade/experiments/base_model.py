@@ -32,7 +32,7 @@ from grade.data.tiny_lm import (
     train_tokenizer,
     window_nats,
 )
-from grade.errors import InputError, reading, require_file
+from grade.errors import InputError
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.stats import Estimate
 
@@ -86,10 +86,7 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
     # transformers reads the file again for tokenizer, config and weights, several seconds each time.
-    with (
-        reading("backbone", require_file(files[0]), "a GGUF file of a causal language model"),
-        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
-    ):
+    with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
         tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
         quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
     # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.

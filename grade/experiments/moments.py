@@ -1,10 +1,10 @@
-r"""Quality of gradient estimators: bias, variance, signal-to-noise, cosine with the truth, worth, and the best blend.
+r"""Quality of gradient estimators: bias, variance, cosine with the truth, and worth.
 
 An estimator's gradient from one sample has mean ``m`` and covariance ``C``; the truth is ``mu``. Averaged over n
 independent samples it is ``g_n`` with ``E|g_n|^2 = |m|^2 + tr C / n``. Everything here follows from four numbers,
 ``<m, mu>``, ``|m|^2``, ``tr C`` and ``|mu|^2`` (`Moments`):
 
-    bias^2 = |m - mu|^2,    MSE_n = bias^2 + tr C / n,    SNR = |m|^2 / tr C,
+    bias^2 = |m - mu|^2,    MSE_n = bias^2 + tr C / n,
     cos_n = <m, mu> / (|mu| sqrt(E|g_n|^2)).
 
 ``cos_n`` is the expected cosine with the norm's root mean square for the norm, and no approximation in another
@@ -45,11 +45,6 @@ class Moments:
     def bias2(self) -> np.ndarray:
         """``|m - mu|^2``, estimated without bias (so it may be negative)."""
         return self.norm2 - 2 * self.inner + self.ref2
-
-    @property
-    def snr(self) -> np.ndarray:
-        """``|m|^2 / tr C`` of one sample."""
-        return self.norm2 / self.noise
 
     def mse(self, n: float = 1) -> np.ndarray:
         """Mean squared error of the mean of n samples."""
@@ -151,68 +146,6 @@ def crossover(moments: Moments, unbiased: Moments) -> np.ndarray:
         return np.where(gain <= 0, 0.0, np.where(loss > 0, gain / loss, np.inf))
 
 
-@dataclass(frozen=True)
-class PairMoments:
-    """First and second moments of an unbiased and a relaxed gradient from the same samples."""
-
-    signal: np.ndarray  # ``<mu, mu>``, ``<mu, m>``, ``<m, m>``, [..., 3]
-    noise: np.ndarray  # ``tr`` of the covariances of one sample: unbiased, cross, relaxed [..., 3]
-
-    def second(self, n: float) -> np.ndarray:
-        """``E[g_i . g_j]`` of means over n samples [..., 2, 2]."""
-        return (self.signal + self.noise / n)[..., [0, 1, 1, 2]].reshape(*self.signal.shape[:-1], 2, 2)
-
-    def weights(self, n: float) -> np.ndarray:
-        """Weights ``(a, b) >= 0`` [..., 2] that minimise ``E|a g_pg + b g_relaxed - mu|^2`` in a batch of n.
-
-        Without the constraint they are ``M^-1 (|mu|^2, <mu, m>)``, ``M = E[g_i . g_j]``. Negative ones would be noise,
-        or the relaxed gradient as a control variate, which this does not attempt; the better gradient alone is then
-        best. (1, 0) where no weights do better than nothing.
-        """
-        second, target = self.second(n), self.signal[..., :2]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            det = second[..., 0, 0] * second[..., 1, 1] - second[..., 0, 1] ** 2
-            swapped = np.stack([second[..., 1, 1], second[..., 0, 0]], -1)
-            both = (swapped * target - second[..., [0], [1]] * target[..., ::-1]) / det[..., None]
-            alone = target / np.stack([second[..., 0, 0], second[..., 1, 1]], -1)
-        gain = np.nan_to_num(alone * target, nan=-1.0) * (target > 0)
-        first = (gain[..., 0] >= gain[..., 1])[..., None]
-        single = np.where(first, [1.0, 0.0], [0.0, 1.0]) * np.clip(np.nan_to_num(alone), 0, None)
-        single = np.where((gain <= 0).all(-1)[..., None], [1.0, 0.0], single)
-        fits = (det > 0) & np.isfinite(both).all(-1) & (both >= 0).all(-1)
-        return np.where(fits[..., None], both, single)
-
-
-def pair_moments(unbiased: Tensor, relaxed: Tensor, size: int = 1) -> PairMoments:
-    """`PairMoments`, arrays [3], from rows of disjoint microbatches: products of different rows are free of noise."""
-    pair = _pair_moments(_pair_grams(unbiased, relaxed, 2), np.ones((1, len(unbiased))), size)
-    return PairMoments(pair.signal[0], pair.noise[0])
-
-
-def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, folds: int = 4) -> Interval:
-    """Expected cosine of the blend over that of the better of its two parts, in a batch of n; geometric interval.
-
-    Cross-fitted: weights come from the other folds' rows, as they come from the past in training, so noise in them
-    counts against the blend. ``|mu|`` cancels in the ratio.
-    """
-    grams, rows = _pair_grams(unbiased, relaxed, 3 * folds), len(unbiased)
-    sets = _leave_one_out(rows)
-    along, square = 0.0, 0.0
-    for fold in range(folds):
-        held = (np.arange(rows) % folds == fold).astype(float)
-        test = _pair_moments(grams, sets * held, size)
-        w = _pair_moments(grams, sets * (1 - held), size)
-        with np.errstate(invalid="ignore"):
-            w = w.weights(n) / np.sqrt(np.einsum("si,sij,sj->s", w.weights(n), w.second(n), w.weights(n)))[:, None]
-        along = along + (test.signal[:, :2] * w).sum(1)
-        square = square + np.einsum("si,sij,sj->s", w, test.second(n), w)
-    whole = _pair_moments(grams, sets, size)
-    parts = whole.signal[:, :2] / np.sqrt(whole.second(n)[:, [0, 1], [0, 1]])
-    with np.errstate(invalid="ignore"):
-        blend = along / folds / np.sqrt(square / folds)
-    return interval(blend / parts[:, parts[0].argmax()], geometric=True)
-
-
 def _check_rows(rows: Tensor, least: int = 3) -> None:
     """Reject rows too few or non-finite for an interval."""
     if rows.ndim != 2 or len(rows) < least:
@@ -225,21 +158,6 @@ def _off_diagonal(products: np.ndarray, sets: np.ndarray) -> np.ndarray:
     """Mean of the products of different rows in each set."""
     count = sets.sum(1)
     return (((sets @ products) * sets).sum(1) - sets @ products.diagonal()) / (count * (count - 1))
-
-
-def _pair_grams(unbiased: Tensor, relaxed: Tensor, least: int) -> list[np.ndarray]:
-    for rows in (unbiased, relaxed):
-        _check_rows(rows, least)
-    if unbiased.shape != relaxed.shape:
-        raise InputError("relaxed gradients", list(relaxed.shape), f"the policy gradients' {list(unbiased.shape)}")
-    return [_gram(unbiased, unbiased), _gram(unbiased, relaxed), _gram(relaxed, relaxed)]
-
-
-def _pair_moments(grams: list[np.ndarray], sets: np.ndarray, size: int) -> PairMoments:
-    signal = np.stack([_off_diagonal(g, sets) for g in grams], -1)
-    mean = np.stack([sets @ g.diagonal() / sets.sum(1) for g in grams], -1)
-    noise = size * (mean - signal)
-    return PairMoments(signal, noise)
 
 
 def _leave_one_out(rows: int) -> np.ndarray:

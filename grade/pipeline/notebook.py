@@ -25,7 +25,7 @@ from pydantic import create_model
 
 import grade
 from grade.config import Config
-from grade.errors import MOST_SHOWN, InputError, reading, require_file
+from grade.errors import InputError
 from grade.files import write_text
 
 # What differs between two runs, or says when they were, and nothing about the result.
@@ -51,8 +51,7 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
     The cell is parsed, not matched: papermill's own inspection misses a value that holds "=" or "#".
     """
     content = _read(notebook)
-    with reading("notebook", notebook, "a readable .ipynb file"):
-        cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
+    cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) != 1 or cells[0].cell_type != "code":
         raise InputError(f"{Path(notebook).name}: cells tagged 'parameters'", len(cells), "exactly one code cell")
     defaults: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
                     defaults[name] = ast.literal_eval(value)
                 case _:
                     raise ValueError(f"line {statement.lineno} is something else")
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last: nested deeply
+    except (SyntaxError, ValueError) as error:
         allowed = f"only lines like 'name = literal' ({error})"
         raise InputError(f"{Path(notebook).name}: parameters cell", cells[0].source, allowed) from None
     return defaults
@@ -118,7 +117,7 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         failed.unlink(missing_ok=True)
     except PapermillExecutionError as error:
         os.replace(temporary, failed)
-        reason = f"{error.ename}: {error.evalue[:MOST_SHOWN]}"
+        reason = f"{error.ename}: {error.evalue[:500]}"
         message = f"{notebook.name}, cell In [{error.exec_count}]: {reason} (see {failed})"
         raise NotebookError(" ".join(message.split())) from None
     except DeadKernelError as error:
@@ -148,8 +147,8 @@ def stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def _read(notebook: str | Path) -> nbformat.NotebookNode:
     # What nbformat warns of, it mends: cells with the same id.
-    with reading("notebook", notebook, "a readable .ipynb file"), warnings.catch_warnings(action="ignore"):
-        return nbformat.read(require_file(notebook), as_version=4)
+    with warnings.catch_warnings(action="ignore"):
+        return nbformat.read(notebook, as_version=4)
 
 
 def _type_of(default: Any) -> Any:

@@ -127,7 +127,7 @@ def prepare_workspace(root: Path, profile: str) -> Path:
 
 
 def repro(root: Path, profile: str, stages: Sequence[str] = ()) -> int:
-    """Run ``dvc repro`` in a profile's workspace, of all stages or of the named ones with what they need; its exit code."""
+    """Run ``dvc repro`` in a profile's workspace: all stages, or those that are named with what they need."""
     place = prepare_workspace(root, profile)
     environment = dict(
         os.environ,

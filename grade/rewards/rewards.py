@@ -82,7 +82,6 @@ class Rewards(Reward):
         self.last: Scores | None = None
         self.recorded: list[Scores] | None = None
         self.trainer_state: Any = None
-        self._warned = False
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]; `last` then holds the parts.
@@ -112,10 +111,8 @@ class Rewards(Reward):
         if (~missing).all():  # so asked, fake tensors take this branch too
             return self._sum(values)
         unscored = missing.all(0)
-        if unscored.any() and not self._warned:
-            row = int(unscored.nonzero()[0])
-            warnings.warn(f"row {row}: every reward is None, so it has no advantage and no part in means", stacklevel=2)
-            self._warned = True
+        if unscored.any():
+            warnings.warn("a completion whose rewards are all None has no advantage and is in no mean", stacklevel=2)
         return self._sum([value.nan_to_num(0.0) for value in values]).masked_fill(unscored, torch.nan)
 
     def combine(self, values: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grade.data.prompts import load_prompts
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.files import require_source
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
@@ -162,5 +162,4 @@ def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase
     if not name:
         raise InputError("processing_class", None, allowed)
     require_source("processing_class", name, allowed)
-    with reading("processing_class", name, allowed):
-        return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name)

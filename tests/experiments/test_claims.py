@@ -167,14 +167,3 @@ def test_claims_of_several_documents_are_joined_in_order(results, capsys):
     assert verdict_counts(joined).splitlines()[2:] == ["| 000 | 0 | 2 | 0 | 0 |", "| 004 | 0 | 0 | 1 | 0 |"]
     assert "| 000 | 0 | 2 | 0 | 0 |" in capsys.readouterr().out
     assert "| 000 | 0 | 2 | 0 | 0 |" in (results / "README.md").read_text()
-
-
-GUESSED = ",".join(COLUMNS) + "\n000,x,1,2,MB,guessed,partly,n\n"
-
-
-@pytest.mark.parametrize("content", ["", "seed,claim\n000,x\n", GUESSED])
-def test_a_file_that_holds_no_claims_is_refused_and_nothing_is_written(results, content, capsys):
-    (results / "b" / "claims.csv").write_text(content)
-    assert main(["results"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert [path.name for path in results.iterdir()] == ["b"]

@@ -64,13 +64,3 @@ def test_a_figure_that_is_gone_and_a_revision_without_results_are_one_error(publ
         check("outputs")
     with pytest.raises(InputError, match="revision: got 'HEAD'"):
         check("elsewhere")
-
-
-@pytest.mark.parametrize("content", ['{"gain": "0.3", "gain_stderr": 0.01, "peak": 100}', ""])
-def test_a_file_without_numbers_is_one_line_that_names_it(published, content):
-    (published / "outputs/a/metrics.json").write_text(content)
-    with pytest.raises(InputError, match="metrics file: got 'outputs/a/metrics.json'"):
-        check("outputs")
-    commit()
-    with pytest.raises(InputError, match="metrics file: got 'HEAD:outputs/a/metrics.json'"):
-        check("outputs")

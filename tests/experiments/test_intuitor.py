@@ -39,13 +39,14 @@ def test_raising_one_logit_moves_the_right_value_and_not_the_documents():
     assert sweep.document.iloc[-1] - sweep.document.iloc[0] == pytest.approx((35 - 8.9) / 149, rel=0.1)
 
 
-def test_settings_are_answered_by_the_planner():
-    sizes = dict(settings_prompt_tokens=32, settings_new_tokens=[64, 64], gpus=2)
-    table = experiment.TABLES["fits"](experiment.Settings(**sizes, budget_gb=1000))
+def test_settings_are_answered_by_the_planner(monkeypatch):
+    sizes = experiment.Settings(settings_prompt_tokens=32, settings_new_tokens=[64, 64])
+    monkeypatch.setattr(experiment, "GPUS", 2)
+    table = experiment.TABLES["fits"](sizes)
     assert table.fits.tolist() == table.needed.tolist() == [8, 8, 32, 32]
     small = experiment.Settings().update(32, 64, logits="all", self_certainty=True).changed(batch_size=2)
-    budget = zero3_share(trace(small), small, 2).peak
-    assert experiment.TABLES["fits"](experiment.Settings(**sizes, budget_gb=budget / 1e9)).fits.iloc[0] == 2
+    monkeypatch.setattr(experiment, "BUDGET", zero3_share(trace(small), small, 2).peak)
+    assert experiment.TABLES["fits"](sizes).fits.iloc[0] == 2
 
 
 def test_document_004_has_its_verdicts():

@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
+from grade.models.teacher import Teacher
 
 from grade.errors import InputError
 from grade.gradients.distilled.families import ADDITIVE, MOST_NATS, SKETCH, Observed, _hash, make_family
 from grade.gradients.methods import HINTED
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.teacher import Teacher
 
 GROUP, LENGTH = 2, 6
 MODELS = {"llama": lambda: make_backbone(), "gpt2": lambda: make_backbone(tiny_gpt2(), target_modules=["c_attn"])}

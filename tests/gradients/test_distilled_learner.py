@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from conftest import VOCAB, ToyReward, flat_grad, gradient, make_prompts
+from grade.models.teacher import Teacher
 
 from grade.gradients.distilled.learner import DECAY, EVERY, DistilledGradient
 from grade.gradients.distilled.ridge import Choice, centred
@@ -14,7 +15,6 @@ from grade.gradients.methods import HINTED, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.models.scoring import predicting_hidden
-from grade.models.teacher import Teacher
 from grade.rewards.base import Reward
 
 GROUP, LENGTH, EARLY, BETA = 4, 6, 2, 0.3

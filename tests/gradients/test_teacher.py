@@ -1,6 +1,5 @@
 """Divergences from a teacher against dense logits and enumeration; what may be a teacher."""
 
-import dataclasses
 from itertools import product
 
 import pytest
@@ -131,7 +130,8 @@ def test_another_model_as_teacher_is_read_at_the_policys_temperature():
     backbone, prompts, ids = backbone.view(temperature=0.7), make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
     teacher = Teacher(backbone, model=FrozenBase(other.peft.unload()))
     hidden, states = predicting_hidden(backbone, prompts, ids), teacher.hidden(prompts, ids)
-    want = dense(*(each @ base.head.weight.T / 0.7 for each, base in ((hidden, backbone), (states, teacher.model))), 1.0)
+    pairs = (hidden, backbone), (states, teacher.model)
+    want = dense(*(each @ base.head.weight.T / 0.7 for each, base in pairs), 1.0)
     torch.testing.assert_close(teacher.divergence(hidden, states, torch.ones_like(ids)), want)
 
 
@@ -189,7 +189,7 @@ def test_a_text_beyond_the_teachers_context_is_refused():
     backbone, short = make_backbone(), make_backbone(tiny_config(max_position_embeddings=8))
     teacher = make_teacher(short.peft.unload(), backbone)
     teacher.hidden(make_prompts(3, 5), torch.ones(3, 4, dtype=torch.long))
-    with pytest.raises(InputError, match="teacher: got 'a text of 9 tokens'; allowed: at most 8, the teacher's context"):
+    with pytest.raises(InputError, match="teacher: got 'a text of 9 tokens'; allowed: at most 8, the teacher"):
         teacher.hidden(make_prompts(3, 5), torch.ones(3, 5, dtype=torch.long))
 
 

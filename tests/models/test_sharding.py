@@ -48,8 +48,10 @@ def together(monkeypatch):
 
 def held_bytes(module):
     """Bytes of parameters that this process holds; of a divided module its own part."""
-    parts = [p.parts.rows if isinstance(p, ShardedTable) else getattr(p, "_local_tensor", p) for p in module.parameters()]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(
+        (p.parts.rows if isinstance(p, ShardedTable) else getattr(p, "_local_tensor", p)).nbytes
+        for p in module.parameters()
+    )
 
 
 def numbers(rows, columns=3):

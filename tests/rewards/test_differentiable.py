@@ -51,16 +51,6 @@ def test_every_row_gets_what_its_ids_get_alone(kind, make_classifier, make_polic
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
 
-def test_padding_does_not_count_towards_the_longest_text_that_it_reads(make_classifier, policy, tokenizer, batch):
-    """Rows of unequal prompts and completions are wider than the longest of them."""
-    ids, mask = joined(batch)
-    longest = int(mask.sum(1).max())
-    assert longest < mask.shape[1]
-    model = make_classifier("bert", max_position_embeddings=longest)
-    want = alone(model, [row[m.bool()].tolist() for row, m in zip(ids, mask, strict=True)])[:, 0]
-    assert_close(EmbeddedClassifier(model, tokenizer, policy).score(policy, *batch), want)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_accepted_and_scored_in_float32(kind, make_classifier, policy, tokenizer, batch):
     model = make_classifier(kind, dtype=torch.float32)

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from grade.data.reviews import Review
 from grade.errors import InputError
-from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.fit import FitSettings, RewardConfig, evaluate_reward, train_reward
 from grade.rewards.model import HeadSettings, RewardModel, load_reward
@@ -109,13 +108,6 @@ def test_scores_are_float32_or_wider(kind, dtype, want):
     assert model(model.backbone.embed(ids).to(want), mask).dtype == want
 
 
-def test_a_constant_feature_is_not_divided_by_0():
-    model = build("bag", HeadSettings())
-    model.standardise(torch.zeros(16), torch.zeros(16))
-    ids, mask, _ = batch()
-    assert torch.isfinite(model.score_ids(ids, mask)).all()
-
-
 def test_an_empty_sequence_is_nan_and_not_a_score():
     model = build("bag", HeadSettings())
     ids, mask, _ = batch()
@@ -187,13 +179,6 @@ def test_a_reward_fits_the_weights_that_it_reads(tmp_path, kind, part, fits):
             load_reward(tmp_path, other_weights(part))
 
 
-def test_an_adapter_on_the_base_does_not_change_its_fingerprint(tmp_path):
-    RewardModel("trunk", bare(), HeadSettings()).save(tmp_path)
-    backbone = bare()
-    backbone.add_adapter(LoraSettings(r=2))
-    load_reward(tmp_path, backbone)
-
-
 # --- training
 
 
@@ -252,19 +237,14 @@ def test_early_stopping_returns_the_best_epoch():
     assert seen["accuracy_12"] == report["validation_accuracy"]
 
 
-def test_texts_without_a_token_and_other_labels_are_refused():
-    for more, match in ((Review("", 1), "bag reward features"), (Review("good", 2), "label: got 2")):
-        with pytest.raises(InputError, match=match):
-            train_reward("bag", config(), bare(), [*reviews(20, 0), more], reviews(10, 1))
-
-
-def test_crop_range_and_non_finite_base_are_refused():
-    with pytest.raises(InputError, match="min_tokens"):
-        train_reward("bag", config(min_tokens=13), bare(), reviews(20, 0), reviews(10, 1))
-    for kind in ("bag", "trunk"):
-        broken = bare()
-        broken.embedding_weight.data[3] = float("nan")
-        with pytest.raises(InputError, match=f"{kind} reward features"):
-            train_reward(kind, config(), broken, reviews(20, 0), reviews(10, 1))
-    with pytest.raises(InputError, match="bag reward loss"):
-        train_reward("bag", config(lr=1e18), bare(), reviews(60, 0), reviews(10, 1))
+@pytest.mark.parametrize(
+    ("more", "changes", "match"),
+    [
+        (Review("", 1), {}, "bag reward features"),
+        (Review("good", 2), {}, "label: got 2"),
+        (Review("good", 1), {"min_tokens": 13}, "bag.min_tokens: got 13"),
+    ],
+)
+def test_reviews_and_settings_that_teach_nothing_are_refused(more, changes, match):
+    with pytest.raises(InputError, match=match):
+        train_reward("bag", config(**changes), bare(), [*reviews(20, 0), more], reviews(10, 1))

@@ -24,8 +24,8 @@ from grade.cli.main import main as command_line
 from grade.errors import InputError
 from grade.gradients import objective, policy_gradient, replay
 from grade.models.backbone import Backbone
-from grade.rewards.model import HeadSettings, RewardModel
 from grade.models.sharded import divide
+from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.config import TrainConfig
 from grade.training.loop import GradeTrainer
 from grade.training.run import train

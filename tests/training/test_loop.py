@@ -13,21 +13,18 @@ import torch
 from datasets import Dataset, DatasetDict
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    TrainerCallback,
 )
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.room import check_room
 from grade.training.toy import toy_task
 
 SMALL = dict(

@@ -3,10 +3,10 @@
 import pytest
 from conftest import ToyReward
 
+from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.training.toy import toy_task
-from grade import GradeConfig, GradeTrainer
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 from grade.errors import InputError
 from grade.models.scoring import sequence_kl
 from grade.training.config import GradeConfig
-from grade.training.toy import toy_reviews, toy_task
 from grade.training.loop import GradeTrainer
+from grade.training.toy import toy_reviews, toy_task
 
 TEXTS = [{"text": review.text} for review in toy_reviews(200, seed=7)]
 

@@ -6,9 +6,9 @@ import torch
 
 from grade.gradients.methods import AUTO, DISTILLED, GROUPED, POLICY_GRADIENTS
 from grade.training.config import TrainConfig
+from grade.training.loop import GradeTrainer
 from grade.training.run import run_metrics, run_training
 from grade.training.toy import toy_task
-from grade.training.loop import GradeTrainer
 
 SMALL = dict(
     method="ste", max_steps=2, max_prompt_length=6, truncation="right", raw_prompts=True, max_completion_length=6,

@@ -13,9 +13,6 @@ from grade.experiments.measured import measure_all
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
-WITH_BASE = {"reviews_dir": True, "reward_dir": True, "bag_dir": True, "trunk_dir": True, "second_reward_dir": False,
-             "gold_file": False}  # fmt: skip
-"""Settings that an experiment reads with a ``backbone_dir`` only, and whether it then needs them."""
 
 
 @command(
@@ -27,7 +24,6 @@ WITH_BASE = {"reviews_dir": True, "reward_dir": True, "bag_dir": True, "trunk_di
 )
 def _notebook(args: argparse.Namespace) -> None:
     """Execute the notebook; an unknown parameter is an error."""
-    _check_runs(args)
     parameters = {}
     for path in args.params:
         parameters |= read_yaml(path)
@@ -44,11 +40,6 @@ def _notebook(args: argparse.Namespace) -> None:
     print(f"wrote {args.output}")
 
 
-def _check_runs(args: argparse.Namespace) -> None:
-    if args.runs is not None and not os.path.isdir(args.runs):
-        raise InputError("--runs", args.runs, "a folder of training runs")
-
-
 @command(
     "measure",
     option("experiment", help="a folder of grade/experiments"),
@@ -58,7 +49,6 @@ def _check_runs(args: argparse.Namespace) -> None:
 )
 def _measure(args: argparse.Namespace) -> None:
     """Measure every table of an experiment."""
-    _check_runs(args)
     name = f"grade.experiments.{args.experiment}.measure.tables"
     try:
         experiment = import_module(name)
@@ -68,25 +58,6 @@ def _measure(args: argparse.Namespace) -> None:
         raise InputError("experiment", args.experiment, "a folder of grade/experiments") from None
     runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in experiment.Settings.model_fields else []
     settings = experiment.Settings.load(args.config, [*args.set, *runs])
-    from grade.memory.models import model_config  # here, because a notebook starts without models
-    from grade.memory.settings import require_device
-
-    base = getattr(settings, "backbone_dir", None)
-    for field, value in settings:  # a table that takes an hour may come before the first that reads them
-        if base is not None and field in WITH_BASE and bool(value) != bool(base) and (value or WITH_BASE[field]):
-            raise InputError(field, value, "a path with a backbone_dir, and nothing without: the toy task has its own")
-        if isinstance(value, list) and any(value.count(part) > 1 for part in value):
-            raise InputError(field, value, "different values: the same again would be counted twice")
-        kind = "file" if field.endswith("_file") else "folder" if field.endswith("_dir") else ""
-        if kind and value and not (os.path.isfile if kind == "file" else os.path.isdir)(value):
-            raise InputError(field, value, f"a {kind} that exists, or nothing")
-        if field == "trained_run" and value and settings.runs_dir and settings.backbone_dir:
-            if not os.path.isdir(os.path.join(settings.runs_dir, value, "adapter")):
-                raise InputError(field, value, f"a run with an adapter in {settings.runs_dir}")
-        if field == "device":
-            require_device(value)
-        if field.endswith("model") and value:
-            model_config(value, field)
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
     measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")

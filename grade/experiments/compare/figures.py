@@ -8,7 +8,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.frontier import frontier_table
-from grade.experiments.plotting import INTERVAL, by_method, color, palette, panels, with_ends
+from grade.experiments.plotting import INTERVAL, by_method, palette, panels, with_ends
 from grade.gradients.methods import RELAXED
 
 
@@ -38,37 +38,16 @@ def frontier_figure(curves: pd.DataFrame, kl_levels: Sequence[float]) -> Figure:
     return grid.figure
 
 
-def learning_figure(curves: pd.DataFrame, beta: float, x: str = "samples") -> Figure:
+def learning_figure(curves: pd.DataFrame, beta: float) -> Figure:
     """Held-out reward along training at one weight of KL: mean over seeds, band of one standard error."""
     table = curves[curves["beta"] == beta]
-    table = table.assign(x=table.groupby(["method", "step"])[x].transform("mean"))
-    samples = x == "samples"
-    if samples:
-        means = table.pivot_table("reward", "x", "method")
-        best = means.iloc[[len(means) // 4, -1]].idxmax(axis=1)
-        title = "Most reward after " + ", ".join(f"{n:.0f} completions: {method}" for n, method in best.items())
-    else:
-        title = "The same runs against training time"
-    grid = panels(sns.relplot, table, title, x="x", y="reward", kind="line", errorbar="se", height=3.8, aspect=1.6,
-                  **by_method(table))  # fmt: skip
-    label = "completions generated" if samples else "training time, seconds"
-    grid.set_axis_labels(label, f"held-out reward ({table['seed'].nunique()} seeds, ± 1 s.e.)")
-    return grid.figure
-
-
-def gold_figure(curves: pd.DataFrame, beta: float) -> Figure:
-    """Gold judge against trained reward along training, means over seeds; on the dotted line it shares every gain."""
-    start = curves[curves["step"] == 0][["reward", "gold"]].mean()
-    rows = curves[curves["beta"] == beta].dropna(subset=["gold"])
-    paths = rows.groupby(["method", "step"], sort=False, as_index=False)[["reward", "gold"]].mean()
-    grid = panels(sns.relplot, _with_family(paths), "Along training: below the dotted line, gains that the gold judge "
-                  "does not share", x="reward", y="gold", col="family", kind="line", sort=False, estimator=None,
-                  height=3.6, **by_method(paths))  # fmt: skip
-    for ax in grid.axes.flat:
-        limits = ax.get_ylim()
-        ax.axline(start, slope=1, color=color("text"), linestyle=":", linewidth=1.2)
-        ax.set_ylim(limits)
-    grid.set_titles("{col_name}").set_axis_labels("trained reward, held-out prompts", "gold judge, same completions")
+    means = table.pivot_table("reward", "samples", "method")
+    best = means.iloc[[len(means) // 4, -1]].idxmax(axis=1)
+    title = "Most reward after " + ", ".join(f"{n:.0f} completions: {method}" for n, method in best.items())
+    grid = panels(sns.relplot, table, title, x="samples", y="reward", kind="line", errorbar="se", height=3.8,
+                  aspect=1.6, **by_method(table))  # fmt: skip
+    label = f"held-out reward ({table['seed'].nunique()} seeds, ± 1 s.e.)"
+    grid.set_axis_labels("completions generated", label)
     return grid.figure
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from grade.experiments.compare.measure.tables import Settings
@@ -13,38 +12,24 @@ from grade.experiments.frontier import estimates, paired_figures, paired_table, 
 from grade.experiments.measured import Tables, figures_of
 from grade.stats import Estimate
 
-QUALITIES = ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2")
+QUALITIES = ("reward", "gold", "kl")
 """Columns of the ends of runs that are averaged over seeds."""
 REFERENCES = ("ste", "reinforce", "rloo", "ppo")
 """Methods that every other one is compared with, where they were run."""
 
 
 def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
-    """Every figure of the experiment but times; those of the other reward are below ``second/``.
+    """Every figure of the experiment.
 
     KL is in nats per completion, except for ``defects/kl_*``, in nats per token.
     """
     figures = {f"untrained/{name}": value for name, value in tables["untrained"].items()}
-    rewards = {"": settings.reward} | ({"second/": settings.second_reward} if settings.has_second else {})
-    for prefix, reward in rewards.items():
-        curves, finals = (on_reward(tables[name], reward) for name in ("curves", "finals"))
-        figures |= frontier_figures(curves, settings.kl_levels, prefix)
-        figures |= final_figures(finals, settings.headline_beta, prefix)
+    figures |= frontier_figures(tables["curves"], settings.kl_levels)
+    figures |= final_figures(tables["finals"], settings.headline_beta)
     figures |= paired_figures(paired_rewards(tables, settings), "paired/{method}_minus_{against}/{of}")
     defects = {f"defects/{name}": value for name, value in tables["defects"].items()}
     del defects["defects/loss_plus_reward_with_kl"]
     return figures | defects
-
-
-def on_reward(table: pd.DataFrame, reward: str) -> pd.DataFrame:
-    """The rows of runs on one reward, without the column ``trained_on``."""
-    return table[table["trained_on"] == reward].drop(columns="trained_on").reset_index(drop=True)
-
-
-def run_seconds(seconds: pd.DataFrame, reward: str, beta: float) -> pd.DataFrame:
-    """Seconds of training of each run at one weight of KL: ``method``, ``seed``, ``seconds``."""
-    rows = on_reward(seconds, reward).query("beta == @beta")
-    return rows.groupby(["method", "seed"], sort=False, as_index=False)["seconds"].max()
 
 
 def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
@@ -54,22 +39,22 @@ def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
     return table.rename(columns="KL {:g}".format).rename_axis(index=None, columns=None)
 
 
-def final_table(figures: Mapping[str, Any], methods: Sequence[str], prefix: str = "") -> pd.DataFrame:
+def final_table(figures: Mapping[str, Any], methods: Sequence[str]) -> pd.DataFrame:
     """Ends of runs at one weight of KL, from `final_figures`: means over seeds with standard errors, as text."""
     rows = {}
     for method in methods:
-        keys = {name: f"{prefix}{name}/{method}" for name in ("gain", "gold_gain")}
-        keys |= {name: f"{prefix}final/{method}/{name}" for name in QUALITIES}
+        keys = {name: f"{name}/{method}" for name in ("gain", "gold_gain")}
+        keys |= {name: f"final/{method}/{name}" for name in QUALITIES}
         rows[method] = {name: f"{figures[key]:.4g} ± {figures.get(f'{key}_stderr', math.nan):.2g}"
                         for name, key in keys.items() if key in figures}  # fmt: skip
-        rows[method]["completions"] = figures[f"{prefix}final/{method}/samples"]
-        rows[method]["seeds"] = figures[f"{prefix}gain/{method}_n"]
+        rows[method]["completions"] = figures[f"final/{method}/samples"]
+        rows[method]["seeds"] = figures[f"gain/{method}_n"]
     return pd.DataFrame(rows).T.rename_axis("method")
 
 
 def paired_rewards(tables: Tables, settings: Settings) -> pd.DataFrame:
     """`paired_table` of gains at equal samples (``gain``) and of rewards at equal KL (``kl<level>``)."""
-    curves, finals = (on_reward(tables[name], settings.reward) for name in ("curves", "finals"))
+    curves, finals = tables["curves"], tables["finals"]
     gains = finals[finals["beta"] == settings.headline_beta].assign(of="gain", reward=lambda ends: ends["gain"])
     rewards = rewards_at_kl(curves, settings.kl_levels).assign(of=lambda rows: rows["kl"].map("kl{:g}".format))
     return paired_table(pd.concat([gains, rewards]), REFERENCES, "of")
@@ -90,12 +75,12 @@ def pair_table(figures: Mapping[str, Any], methods: Sequence[str], names: Sequen
     return pd.DataFrame(rows).T.rename_axis(["method", "minus"])
 
 
-def frontier_figures(curves: pd.DataFrame, levels: list[float], prefix: str = "") -> dict[str, float]:
+def frontier_figures(curves: pd.DataFrame, levels: list[float]) -> dict[str, float]:
     """Metrics ``frontier/<method>/kl<level>``: means of `rewards_at_kl` over seeds."""
-    return estimates(rewards_at_kl(curves, levels), prefix + "frontier/{method}/kl{kl:g}", {"": "reward"})
+    return estimates(rewards_at_kl(curves, levels), "frontier/{method}/kl{kl:g}", {"": "reward"})
 
 
-def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[str, float]:
+def final_figures(finals: pd.DataFrame, beta: float) -> dict[str, float]:
     """Ends of the runs at one beta: means over seeds with standard errors and n.
 
     ``gain/<method>`` (held-out reward minus the untrained policy's), ``gold_gain/...``, and under ``final/<method>/``
@@ -103,22 +88,8 @@ def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[s
     """
     ends = finals[finals["beta"] == beta]
     return (
-        estimates(ends, prefix + "gain/{method}", {"": "gain"})
-        | estimates(ends, prefix + "gold_gain/{method}", {"": "gold_gain"})
-        | estimates(ends, prefix + "final/{method}", {f"/{name}": name for name in QUALITIES})
-        | figures_of(ends.drop_duplicates("method"), prefix + "final/{method}", ["samples"])
+        estimates(ends, "gain/{method}", {"": "gain"})
+        | estimates(ends, "gold_gain/{method}", {"": "gold_gain"})
+        | estimates(ends, "final/{method}", {f"/{name}": name for name in QUALITIES})
+        | figures_of(ends.drop_duplicates("method"), "final/{method}", ["samples"])
     )
-
-
-def overoptimisation(curves: pd.DataFrame) -> pd.DataFrame:
-    """How far the gold judge follows the trained reward: slope of gold on reward over each method's evaluations.
-
-    A slope of 1 means that every gain is shared, 0 that all of it is an exploit. Each seed gives one slope.
-    """
-    rows = []
-    for method, runs in curves.dropna(subset=["gold"]).groupby("method", sort=False):
-        seeds = [one for _, one in runs.groupby("seed") if len(one) > 1]
-        slopes = [float(np.polyfit(one["reward"], one["gold"], 1)[0]) for one in seeds]
-        if slopes:
-            rows.append((method, *Estimate.of(slopes)))
-    return pd.DataFrame(rows, columns=["method", "slope", "stderr", "n"])

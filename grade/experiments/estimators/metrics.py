@@ -24,14 +24,13 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         ends = {"": "ratio", "_low": "low", "_high": "high"}
         values |= figures_of(named, "mse/gumbel_rao_over_ste{which}", ends)
         values["bias/unbiased_worst_in_stderr"] = worst_bias(quality, POLICY_GRADIENTS)
-    worth, hybrid = (table.assign(prefix=(table.policy + "/").mask(table.policy == "before", ""))
-                     for table in (tables["worth"], tables["hybrid"]))  # fmt: skip
+    worth = tables["worth"]
+    worth = worth.assign(prefix=(worth.policy + "/").mask(worth.policy == "before", ""))
     chosen = worth[worth.estimator == settings.chosen.name]
     for name in ("worth", "crossover"):
         ends = {end: f"{name}{end}" for end in ("", "_low", "_high")}
         values |= figures_of(chosen, f"{{prefix}}{name}/{{reward}}", ends)
-    ends = {"": "ratio", "_low": "low", "_high": "high", "_share": "share"}
-    return finite(values | figures_of(hybrid, "{prefix}hybrid/{reward}/{n}", ends))
+    return finite(values)
 
 
 def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:

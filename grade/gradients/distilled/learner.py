@@ -19,8 +19,7 @@ not the reward, with almost no noise. The second is the residual, with weight w:
 
 Values are scaled by the reward's slope on its out-of-sample prediction (`ridge.Choice`), and by the trust in earlier
 predictions (`store.Evidence`): a reward that cannot be distilled gives values of 0, and g with w = 1 or ``auto`` is
-that of `rloo`. With a `trunk` family, which is not additive, the plug-in is straight-through (`st`), the residual what
-`rloo` has beyond it.
+that of `rloo`.
 
 A prior is fitted to scored texts before the first step (`grade.gradients.distilled.prior`). Its values count as much as
 own completions of earlier steps have confirmed, and what it misses of their rewards is distilled on top. At 512 own
@@ -47,12 +46,11 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
+from grade.gradients.distilled.families import Family, make_family
 from grade.gradients.distilled.offline import TextSettings
 from grade.gradients.distilled.prior import fit_texts
 from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
-from grade.gradients.distilled.substitutions import Substituted, substitute
 from grade.gradients.losses import relative, rloo
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
@@ -68,7 +66,7 @@ from grade.gradients.policy_gradient import (
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
-from grade.models.prompts import Rows, ScoredTexts, decode
+from grade.models.prompts import PromptBatch, Rows, ScoredTexts
 from grade.models.scoring import hidden_logps, token_kl
 
 DECAY = 0.7
@@ -141,10 +139,12 @@ class Blend:
 class Sample(Rows):
     """Scored completions of a microbatch."""
 
-    seen: Observed  # completions, with the base's states
+    prompts: PromptBatch  # B prompts
+    ids: Tensor  # completions [B, T]
+    mask: Tensor  # [B, T]
+    reference: Tensor  # the frozen base's hidden states that predict each token [B, T, D]
     reward: Tensor  # [B], NaN where no function scored
     rows: dict[str, Tensor]  # features of each family
-    substituted: Substituted | None = None  # of all of them
 
 
 class DistilledSettings(TextSettings, GroupSettings):
@@ -168,26 +168,14 @@ class DistilledSettings(TextSettings, GroupSettings):
 class DistilledGradient(Learner):
     """The method, with everything that it has seen."""
 
-    def __init__(self, config: MethodConfig, backbone: Backbone, teacher: Teacher | None = None) -> None:
+    def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         super().__init__(config, backbone)
-        names = config.distil_families
-        self.families: dict[str, Family] = {name: make_family(name, backbone, teacher) for name in names}
-        for name in names:
-            if config.substitutions and name not in ADDITIVE:
-                raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with substitutions")
-        if config.substitutions and backbone.lockstep:  # processes would score unequally often
-            raise InputError("substitutions", config.substitutions, "0 where the base is divided among processes")
-        self.siblings = teacher is not None and names_sibling(teacher.context)
-        if self.siblings and config.residual_weight == 1:
-            raise InputError(
-                "residual_weight", 1, "auto or less with {sibling}: such hints depend on other completions"
-            )
+        self.families: dict[str, Family] = {name: make_family(name, backbone) for name in config.distil_families}
         self.store = Store(self.families, config.group, config.distil_window)
         self.prior: Fit | None = None
         self.transfer, self.evidence, self.blend = Evidence(), Evidence(), Blend()
         self.fit: Fit | None = None
         self.intercept, self.trust, self.steps = 0.0, 1.0, 0
-        self.last: Observed | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
@@ -202,7 +190,7 @@ class DistilledGradient(Learner):
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` was taken."""
-        self.fit = self.last = None  # of steps after that
+        self.fit = None  # of steps after that
         self.store.restore(tensors)
         self.blend.moments, self.blend.before = tensors["blend"], tensors["residual"].to(self.backbone.device)
         self.intercept, self.steps = float(tensors["level"][0]), int(tensors["level"][1])
@@ -215,7 +203,7 @@ class DistilledGradient(Learner):
 
     def read(self, texts: ScoredTexts) -> None:
         """Take the reward distilled from scored texts as prior, if they explain anything of it."""
-        prior = fit_texts({name: family for name, family in self.families.items() if family.additive}, texts)
+        prior = fit_texts(self.families, texts)
         if prior.choice.significant:
             self.prior = prior
         else:
@@ -236,7 +224,6 @@ class DistilledGradient(Learner):
         self.update_fit(samples, context)
         self._note({"distilled/seconds": time.perf_counter() - start})
         steps = self._accumulate(samples, objective, context)
-        self.last = samples[-1].seen
         context.apply()
         return steps
 
@@ -245,21 +232,18 @@ class DistilledGradient(Learner):
         """Completions with rewards and features."""
         prompts, ids, mask = completions.text
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
-        if self.siblings:
-            texts = [decode(self.backbone.tokenizer, *row) for row in zip(ids, mask, strict=True)]
-            prompts = with_siblings(prompts, texts, reward, self.config.group)
-        seen, new = Observed.of(self.backbone, self.families.values(), prompts, ids, mask), None
-        if number := self.config.substitutions:
-            new = substitute(self.families, seen, reward, objective, number, self.config.min_completion_length)
-        return Sample(seen, reward, {name: family.rows(seen) for name, family in self.families.items()}, new)
+        rows = {name: family.rows(ids, mask) for name, family in self.families.items()}
+        return Sample(prompts, ids, mask, self.reference(prompts, ids), reward, rows)
 
     @torch.no_grad()
     def update_fit(self, samples: list[Sample], context: StepContext) -> None:
         """Score the last fit on the new rewards, add them, and refit."""
-        parts = [(number, s.reward.cpu(), {k: v.cpu() for k, v in (s.rows | {"tokens": s.seen.tokens}).items()},
-                  s.substituted) for number, s in enumerate(samples)]  # fmt: skip
+        parts = []
+        for number, sample in enumerate(samples):
+            rows = sample.rows | {"tokens": torch.where(sample.mask.bool(), sample.ids, -1)}
+            parts.append((number, sample.reward.cpu(), {name: each.cpu() for name, each in rows.items()}))
         # Sorted by microbatch, then by rank: the order of one process.
-        _, scores, parts, new = zip(*sorted(context.gather(parts), key=lambda part: part[0]), strict=True)
+        _, scores, parts = zip(*sorted(context.gather(parts), key=lambda part: part[0]), strict=True)
         rewards, group = torch.cat(scores), self.config.group
         # A completion without a reward counts as its group's mean: no better, no worse.
         differences = relative(rewards.view(-1, group)).flatten().nan_to_num(0.0).double()
@@ -274,11 +258,7 @@ class DistilledGradient(Learner):
         if predicted is not None:
             self._note({"distilled/reward": predicted.mean() + self.intercept})
             self.evidence.add(centred(predicted, group), missed, group)
-        tokens, first = rows.pop("tokens"), self.store.next_group
-        for reward, each in zip(scores, new, strict=True):
-            if each is not None:
-                self.store.substitutions.add(each, first, self.prior and (self.prior.family, self.prior.all))
-            first += len(reward) // group
+        tokens = rows.pop("tokens")
         self.store.append(rows, differences, tokens, prior)
         if self.fit is not None and not self.store.refit_due:
             self.fit = replace(self.fit, weights=self.fit.weights[:1], predates=True)
@@ -286,8 +266,6 @@ class DistilledGradient(Learner):
             predates, fit = bool(self.store.choices), self.store.fit(len(rewards) // group)
             self.fit = fit and replace(fit, predates=predates)
         figures = {"trust": self.trust, "completions": float(len(self.store)), "dropped": float(self.store.dropped)}
-        if self.config.substitutions:
-            figures["substitutions"] = float(self.store.substitutions.calls)
         if self.fit is not None:
             self.intercept = float(rewards.double().nanmean().nan_to_num(0.0) - self._predict(self.fit, rows).mean())
             figures |= {f"r2/{name}": choice.r2 for name, choice in self.store.choices.items()}
@@ -305,18 +283,17 @@ class DistilledGradient(Learner):
 
     @torch.no_grad()
     def liked_tokens(self) -> Tensor | None:
-        """What the distilled reward gives each token [V], in reward, averaged over the positions of the last batch.
+        """What the distilled reward gives each token [V], in reward; None before the first fit.
 
-        By the additive family with the largest R2, whichever the gradient used. None before the first fit, or without
-        such a family.
+        By the family with the largest R2, whichever the gradient used.
         """
-        if self.last is None:
+        if self.steps == 0:
             return None
         fits = [(self.prior, self.store.prior_weight)] if self.prior is not None else []
-        name = self.store.best_of([name for name, family in self.families.items() if family.additive])
+        name = self.store.best_of(self.families)
         if name is not None and self.fit is not None:
             fits.append((self.fit if self.fit.family == name else self.store.fit_of(name, 0), 1.0))
-        each = [self.families[fit.family].typical(fit.all * weight, self.last) for fit, weight in fits]
+        each = [self.families[fit.family].typical(fit.all * weight) for fit, weight in fits]
         return sum(each[1:], each[0]) if each else None
 
     # ---- the gradient ----
@@ -327,23 +304,23 @@ class DistilledGradient(Learner):
             weight = self._weight()
         steps, parts = [], []
         for number, sample in enumerate(samples):
-            place, seen = number * (context.microbatches // len(samples)) + context.rank, sample.seen
-            kl = torch.zeros(seen.mask.shape, dtype=wide(self.backbone.dtype), device=self.backbone.device)
+            place = number * (context.microbatches // len(samples)) + context.rank
+            kl = torch.zeros(sample.mask.shape, dtype=wide(self.backbone.dtype), device=self.backbone.device)
             size, group = len(sample.reward), self.config.group
             half = size // group // 2 * group if measured and context.microbatches == 1 else 0
             for rows in [slice(0, half), slice(half, size)] if half else [slice(0, size)]:  # whole groups
                 part = sample[rows]
                 share = each * len(part.reward) / size
-                hidden = self.hidden(part.seen.prompts, part.seen.ids)
+                hidden = self.hidden(part.prompts, part.ids)
                 losses, kl[rows] = self.losses_from(hidden, part, (place * size + rows.start) // group, objective)
                 if measured:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = ((plug + weight * residual) / self._length(weight) + penalty) * share
+                    total = (plug + weight * residual + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
-            loss = -penalised(sample.reward, kl, seen.mask, objective.beta).nanmean().nan_to_num(0.0)
-            steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
+            loss = -penalised(sample.reward, kl, sample.mask, objective.beta).nanmean().nan_to_num(0.0)
+            steps.append(GradientStep(sample.ids, sample.mask, sample.reward, kl, loss))
         if measured:
             weight = self._blend(parts, context)
         self.steps += 1
@@ -365,7 +342,7 @@ class DistilledGradient(Learner):
         square, shares = context.total(torch.stack([square, shares])).tolist()
         self.blend.add(context.total(plug), context.total(residual), square, shares, self.reliability)
         weight = self._weight()
-        gradient = (plug + weight * residual) / self._length(weight) + penalty
+        gradient = plug + weight * residual + penalty
         parameters = self.backbone.trainable_parameters()
         for p, g in zip(parameters, split_vector(self.backbone, gradient), strict=True):
             p.grad = g if p.grad is None else p.grad + g
@@ -392,18 +369,6 @@ class DistilledGradient(Learner):
     def _weight(self) -> float:
         return self.blend.weight(self._explained(), self.reliability) if self.reliability > 0 else 1.0
 
-    def _length(self, weight: float) -> float:
-        """Length of the blend along the reward's gradient, by which it is divided; 1 where nothing tells.
-
-        With the share f of the squared gradient that is the plug-in's, ``1 - (1 - w) (1 - k t f)`` of its length is
-        in ``a + w d``. Undivided, KL would weigh more, and AdamW, which remembers the size of a thousand gradients,
-        would take smaller steps after w has fallen. Only `hinted` has so few features that f is known
-        (`families.Family.share`); for the others it is a rough rule, with which KL would be weighed wrongly.
-        """
-        if self.fit is None or self.fit.family != HINTED:
-            return 1.0
-        return 1 - (1 - weight) * (1 - self.reliability * self._explained()) or 1.0
-
     def losses_from(
         self, hidden: Tensor, sample: Sample, first: int, objective: Objective
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -412,32 +377,29 @@ class DistilledGradient(Learner):
         From hidden states [B, T, D] that predict the tokens of whole groups. ``first`` is the number of the first group
         in the step, over all processes. Of the objective only KL's weight and the teacher are used.
         """
-        backbone, group, seen, mask = self.backbone, self.config.group, sample.seen, sample.seen.mask
+        backbone, group, ids, mask = self.backbone, self.config.group, sample.ids, sample.mask
         least = self.config.min_completion_length
-        logps = hidden_logps(backbone, hidden, seen.ids, mask, min_new_tokens=least)
-        kl = token_kl(backbone, hidden, seen.predicting, mask)
+        logps = hidden_logps(backbone, hidden, ids, mask, min_new_tokens=least)
+        kl = token_kl(backbone, hidden, sample.reference, mask)
         reward = relative(sample.reward.view(-1, group)).flatten()
         returns = penalised(reward, kl, mask, objective.beta).detach()
         returns = returns.unsqueeze(1).expand(mask.shape)
-        plug = not_corrected = hidden.new_zeros(())
+        plug = hidden.new_zeros(())
         # Selecting on this step's rewards biases the gradient by a few percent, so w = 1 forbids it.
         usable = self.fit is not None and (self.fit.predates or self.config.residual_weight != 1)
         fits = [(self.prior, self.prior.all * self.store.prior_weight)] if self.prior is not None else []
         if usable and self.fit.choice.slope > 0:
-            fits.append((self.fit, self.fit.without(first, len(seen.ids) // group) * self.trust))
+            fits.append((self.fit, self.fit.without(first, len(ids) // group) * self.trust))
         for fit, weights in fits:
             family = self.families[fit.family]
-            expected = family.expected(weights, seen, hidden, least)
+            expected = family.expected(weights, ids, mask, hidden, least)
             plug = plug - expected.sum(1).mean()
-            if family.additive:
-                future = expected.detach().flip(1).cumsum(1).flip(1) - expected.detach()
-                returns = returns - family.own(weights, seen).sum(1, keepdim=True) + future
-            else:
-                not_corrected = not_corrected - expected.sum(1).mean()
+            future = expected.detach().flip(1).cumsum(1).flip(1) - expected.detach()
+            returns = returns - family.token_values(weights, ids, mask).sum(1, keepdim=True) + future
         advantages = rloo(returns.reshape(-1, group, mask.shape[1]).transpose(1, 2).reshape(-1, group))
         advantages = advantages.view(-1, mask.shape[1], group).transpose(1, 2).reshape(mask.shape)
-        residual = -(advantages.detach() * logps * mask).sum(1).mean() - not_corrected
+        residual = -(advantages.detach() * logps * mask).sum(1).mean()
         penalty = objective.beta * sequence_mean(kl, mask).mean()
-        if (taught := objective.taught(hidden, seen.prompts, seen.ids, mask)) is not None:
+        if (taught := objective.taught(hidden, sample.prompts, ids, mask)) is not None:
             penalty = penalty + sequence_mean(taught, mask).mean()
         return (plug, residual, penalty), kl.detach()

@@ -39,11 +39,11 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.gradients.distilled.families import ADDITIVE, Family, make_family
-from grade.gradients.distilled.prior import Promise, fit_texts, observed, promise
+from grade.gradients.distilled.families import Family, make_family
+from grade.gradients.distilled.prior import Promise, fit_texts, promise
 from grade.gradients.distilled.ridge import centred
 from grade.gradients.distilled.store import Evidence, Fit
-from grade.gradients.methods import OFFLINE, MethodConfig
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.gradients.policy_gradient import Completions, Learner
 from grade.models.backbone import Backbone
@@ -149,11 +149,7 @@ class OfflineGradient(Learner):
 
     def __init__(self, config: MethodConfig, backbone: Backbone, families: Mapping[str, Family] | None = None) -> None:
         super().__init__(config, backbone)
-        names = config.distil_families
-        self.families = families or {name: make_family(name, backbone) for name in names}
-        for name, family in self.families.items():
-            if families is None and not family.additive:
-                raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with method {OFFLINE}")
+        self.families = families or {name: make_family(name, backbone) for name in config.distil_families}
 
     @property
     def family(self) -> Family:
@@ -186,8 +182,7 @@ class OfflineGradient(Learner):
         """Add the gradient along texts; the result has no rewards."""
         prompts, ids, mask = texts.text
         reference, hidden = self.reference(prompts, ids), self.hidden(prompts, ids)
-        seen = observed(self.family, texts)
-        expected = self.family.expected(self.prior.all, seen, hidden, self.config.min_completion_length)
+        expected = self.family.expected(self.prior.all, ids, mask, hidden, self.config.min_completion_length)
         kl = token_kl(self.backbone, hidden, reference, mask)
         penalty = objective.beta * sequence_mean(kl, mask).mean()
         loss = penalty - expected.sum(1).mean()
@@ -198,13 +193,11 @@ class OfflineGradient(Learner):
     @torch.no_grad()
     def predict(self, completions: Completions) -> Tensor:
         """Distilled rewards [B] of B completions, up to a constant."""
-        return self.family.own(self.prior.all, observed(self.family, completions)).sum(1)
+        return self.family.token_values(self.prior.all, completions.ids, completions.mask).sum(1)
 
     def liked_tokens(self) -> Tensor | None:
-        """What the distilled reward gives each token [V], in reward, averaged over positions; None before `read`."""
-        if self.texts is None:
-            return None
-        return self.family.typical(self.prior.all, observed(self.family, self.texts[:PREFIXES]))
+        """What the distilled reward gives each token [V], in reward; None before `read`."""
+        return None if self.texts is None else self.family.typical(self.prior.all)
 
     def token_counts(self) -> Tensor:
         """How often each token occurs in the texts [V], float64."""

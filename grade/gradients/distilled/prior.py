@@ -12,7 +12,7 @@ would be rewarded. Family and penalty are chosen, and slope and R2 measured, on 
 prompts which they have not seen. What remains of the reward without the prompt's part is what is explained.
 
 Conjugate gradients take seconds at 30,000 texts and a vocabulary of 50,000: scikit-learn's where all rows are sparse.
-Dense features (`bag`, `values`) are few and correlated, so the equations are preconditioned with their own Gram matrix.
+Dense features (`bag`) are few and correlated, so the equations are preconditioned with their own Gram matrix.
 Leave-one-out in closed form would take ``n^3``.
 """
 
@@ -33,10 +33,9 @@ from sklearn.model_selection import GroupKFold
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.distilled.families import Family, Observed
+from grade.gradients.distilled.families import Family
 from grade.gradients.distilled.ridge import PENALTIES, Choice, calibrated
 from grade.gradients.distilled.store import Fit
-from grade.gradients.policy_gradient import Completions
 from grade.models.prompts import PromptBatch, ScoredTexts
 from grade.models.scoring import predicting_hidden
 
@@ -50,19 +49,11 @@ TILTS = 24
 """Points of the curve of `promise`."""
 
 
-def observed(family: Family, texts: ScoredTexts | Completions) -> Observed:
-    """Texts as a family sees them: with the base's states if it reads them."""
-    if family.reads_states:
-        return Observed.of(family.backbone, [family], texts.prompts, texts.ids, texts.mask)
-    return Observed(texts.prompts, texts.ids, texts.mask, texts.ids.new_zeros((*texts.ids.shape, 0)), {})
-
-
 @torch.no_grad()
 def fit_texts(families: Mapping[str, Family], texts: ScoredTexts, batch: int = 256) -> Fit:
-    """Distil the reward of N texts in the additive family that explains most; texts without a reward are left out.
+    """Distil the reward of N texts in the family that explains most; texts without a reward are left out.
 
-    ``batch`` texts are in a pass of the base, for families that read its states. `InputError` if too few texts have a
-    reward, or all have the same.
+    Features are taken of ``batch`` texts at a time. `InputError` if too few texts have a reward, or all have the same.
     """
     texts = texts[texts.rewards.isfinite().nonzero().flatten()] if texts.rewards.isnan().any() else texts
     rewards = texts.rewards.double().cpu().numpy()
@@ -84,7 +75,7 @@ def fit_texts(families: Mapping[str, Family], texts: ScoredTexts, batch: int = 2
 def _features(family: Family, texts: ScoredTexts, batch: int) -> csr_matrix | np.ndarray:
     """Features [N, F] of the completions."""
     parts = (texts[start : start + batch] for start in range(0, len(texts), batch))
-    return family.matrix(torch.cat([family.rows(observed(family, part)).cpu() for part in parts]))
+    return family.matrix(torch.cat([family.rows(part.ids, part.mask).cpu() for part in parts]))
 
 
 def _own_part(prompts: PromptBatch, vocab: int) -> csr_matrix:
@@ -182,18 +173,17 @@ class Promise:
 def promise(family: Family, weights: Tensor, texts: ScoredTexts) -> Promise:
     """Gain and KL of the policies that are best token by token, along given text.
 
-    The weights [1, F] of an additive family, with the slope, give s_t(v); the texts are the prefixes.
+    The weights [1, F] of a family, with the slope, give s_t(v); the texts are the prefixes.
     ``pi_lambda(v | y_<t) ~ reference(v | y_<t) exp(lambda s_t(v))`` maximises ``E s_t - KL_t / lambda``, with ``KL_t =
     lambda E s_t - log E_reference exp(lambda s_t)``. Both are summed over the positions of a completion and averaged
     over the texts. Training along these texts comes close to it at ``beta = length / lambda``, as far as the adapter
     can. The reward rises with it only as far as the distilled one is right.
     """
     backbone = family.backbone
-    seen = observed(family, texts)
     with backbone.reference():
         hidden = predicting_hidden(backbone, texts.prompts, texts.ids)
     kept = texts.mask.flatten().bool().nonzero().flatten()
-    values, spread = family.values(weights, seen), float(family.typical(weights, seen).std())
+    values, spread = family.values(weights, texts.ids), float(family.typical(weights).std())
     tilts = torch.logspace(-1, 2.5, TILTS, dtype=torch.float64, device=kept.device) / max(spread, 1e-12)
     sums = torch.zeros(2, TILTS, dtype=torch.float64)
     for chunk in kept.split(64):

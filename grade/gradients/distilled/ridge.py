@@ -39,7 +39,6 @@ class Choice:
     r2: float
     raw_slope: float  # c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
     stderr: float  # its standard error, over groups; infinite where three or fewer decide
-    substitutions: float = 0.0  # weight of a substitution's row beside a completion's; 0: none is used
 
     @property
     def significant(self) -> bool:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from grade.gradients.distilled.families import Family
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, coefficients, negligible
-from grade.gradients.distilled.substitutions import Stack, Substitutions
 
 RECENT = 1024
 """Latest completions on which family and penalty are chosen: the cost is cubic, and they resemble the next ones."""
@@ -117,7 +116,6 @@ class Store:
         self.waiting: list[Scored] = []
         self.since_choice = self.dropped = 0
         self.prior_weight = 0.0
-        self.substitutions = Substitutions(families, group)
 
     @property
     def targets(self) -> Tensor:
@@ -128,11 +126,6 @@ class Store:
     def __len__(self) -> int:
         """Completions that are kept, with those that wait."""
         return sum(len(part["rewards"]) for part in (self.kept, *self.waiting))
-
-    @property
-    def next_group(self) -> int:
-        """Number of the next group in the run."""
-        return (self.dropped + len(self)) // self.group
 
     def append(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor, prior: Tensor | None = None) -> None:
         """Let a batch of whole groups wait for `absorb`: features of each family [m, ...], rewards [m], tokens [m, T].
@@ -202,24 +195,10 @@ class Store:
             name: choose(Spectrum.of(self.grams[name][part, part]), self.targets[part], self.group)
             for name in self.families
         }
-        for name in self.substitutions.rows:
-            self.choices[name] = self._stack(name, recent).choose() or self.choices[name]
-
-    def _stack(self, name: str, newest: int) -> Stack:
-        """The newest completions with their substitutions."""
-        own = self.families[name].matrix(self.kept[name][len(self) - newest :])
-        first = self.next_group - newest // self.group
-        return self.substitutions.stack(name, own, self.targets[len(self) - newest :], first, self.prior_weight)
 
     def fit_of(self, name: str, newest: int) -> Fit:
         """Distil with a family that was chosen already; arguments as in `fit`."""
         choice, rows, groups = self.choices[name], self.kept[name], len(self) // self.group
-        if choice.substitutions:
-            stack = self._stack(name, len(self))
-            left_out = [stack.groups == group for group in (-1, *range(self.next_group - newest, self.next_group))]
-            weights = torch.from_numpy(stack.weights(choice.substitutions, [choice.penalty], left_out)[:, 0])
-            family = self.families[name]
-            return Fit(name, weights.to(family.backbone.device, family.dtype), choice)
         kept = min(newest, groups)  # a step may be larger than the window: what was dropped is in no fit
         left_out = range(groups - kept, groups)
         alpha = coefficients(self.grams[name], self.targets, self.group, choice.penalty, left_out)
@@ -241,7 +220,7 @@ class Store:
     def state(self) -> dict[str, Tensor]:
         """Everything as tensors, for a checkpoint."""
         choices = {name: torch.tensor(astuple(c), dtype=torch.float64) for name, c in self.choices.items()}
-        groups = {"kept": self.kept, "gram": self.grams, "choice": choices, "changed": self.substitutions.state()}
+        groups = {"kept": self.kept, "gram": self.grams, "choice": choices}
         if self.waiting:  # as one batch, as `absorb` will take them
             groups["waiting"] = _join(self.waiting)
         state = {f"{kind}/{name}": tensor for kind, group in groups.items() for name, tensor in group.items()}
@@ -259,7 +238,6 @@ class Store:
         self.kept, self.grams = groups["kept"], groups["gram"]
         self.waiting = [groups["waiting"]] if groups["waiting"] else []
         self.since_choice, self.dropped = state["counters"].tolist()
-        self.substitutions.restore(groups["changed"])
         self.choices = {name: Choice(*values.tolist()) for name, values in groups["choice"].items()}
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from grade.config import Config
 from grade.experiments.measured import Size
-from grade.experiments.setting import load_policy, text_sequences
+from grade.experiments.setting import TRAINED_RUN, load_policy, text_sequences
 from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table, trace_all
 from grade.memory.models import model_config, with_layers
 from grade.memory.settings import Microbatch, TracedConfig, generator_on
@@ -67,12 +67,10 @@ class Settings(Config):
     new_tokens: Size = 8  # T
     backbone_dir: str = ""  # folder of the model that runs; empty: a tiny random one
     runs_dir: str = ""  # folder of training runs, where its adapter is
-    trained_run: str = "ste-0"  # the run whose adapter is used
     reviews_dir: str = ""  # folder of the review splits
     measured_prompt_tokens: Size = 4  # P of the steps that run, of two sequences
     measured_new_tokens: Size = 8  # T
     repeats: Size = 1  # how often each option is timed; the median counts
-    processes: Size = 1  # traces that run at once
 
     def config(self, **options: Any) -> CachingConfig:
         """A step of the document's model, batch and length."""
@@ -88,12 +86,12 @@ class Settings(Config):
     def traces(self) -> dict[str, Trace]:
         """Traces of all options, and of `COPY`."""
         configs = {option: self.config(option=option) for option in OPTIONS}
-        return trace_all(configs | {COPY: self.config(option="selected", base_copies=2)}, self.processes)
+        return trace_all(configs | {COPY: self.config(option="selected", base_copies=2)})
 
     @cached_property
     def policy(self) -> tuple[Backbone, PromptBatch, Tensor]:
         """The trained policy, and text as prompts and completions."""
-        adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.runs_dir else ""
+        adapter = f"{self.runs_dir}/{TRAINED_RUN}/adapter" if self.runs_dir else ""
         backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
         return backbone, *text_sequences(backbone, texts, 2, self.measured_prompt_tokens, self.measured_new_tokens)
 

@@ -12,15 +12,13 @@ from typing import Any
 import pandas as pd
 
 from grade.errors import InputError
-from grade.experiments.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.training_runs import SETTINGS, Bench, Run, train_all
-from grade.training.config import TrainConfig
 from grade.training.load import Task
 from grade.training.run import RunResult, evaluate_task
 
-CURVES = ("method", "beta", "seed", "step", "samples", "seconds", "reward", "gold", "kl")
-"""Columns of the evaluations along training; KL in nats per completion, seconds of training alone."""
-FINALS = (*CURVES, "gain", "gold_gain", "perplexity", "distinct1", "distinct2")
+CURVES = ("method", "beta", "seed", "step", "samples", "reward", "gold", "kl")
+"""Columns of the evaluations along training; KL in nats per completion."""
+FINALS = (*CURVES, "gain", "gold_gain")
 """Columns of the ends of runs; gains are over the untrained policy."""
 SEARCHED = ("method", "learning_rate", "reward", "kl", "objective")
 """Columns of what a search tried; ``objective`` is reward minus beta times KL per token."""
@@ -31,7 +29,7 @@ class Comparison(Bench):
     """Runs of which more is known at the end."""
 
     def ended(self, run: Run, task: Task, result: RunResult) -> dict[str, Any]:
-        """Figures of more prompts, gains over the untrained policy, and the quality of the text."""
+        """Figures of more prompts, and gains over the untrained policy."""
         config, after, before = run.config, result.after, result.before
         return {
             "reward": float(after.reward.mean()),
@@ -39,7 +37,6 @@ class Comparison(Bench):
             "kl": float(after.kl.mean()) * config.max_completion_length,
             "gain": float((after.reward - before.reward).mean()),
             "gold_gain": float((after.gold - before.gold).mean()),
-            **_quality(config, task, after.completions),
         }
 
 
@@ -64,7 +61,6 @@ def untrained(bench: Bench, run: Run) -> dict[str, float]:
     config, task = run.config, bench.task(run)
     start = evaluate_task(config, task, config.final_eval_prompts)
     figures = {"reward": float(start.reward.mean()), "gold": float(start.gold.mean())}
-    figures |= _quality(config, task, start.completions)
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
@@ -81,13 +77,3 @@ def search(bench: Bench, runs: Sequence[Run], processes: int = 1) -> tuple[dict[
     table["objective"] = table["reward"] - finals["beta"] * table["kl"] / runs[0].values["max_completion_length"]
     best = table.loc[table.groupby("method", sort=False)["objective"].idxmax()]
     return dict(zip(best["method"], best["learning_rate"], strict=True)), table[list(SEARCHED)]
-
-
-def _quality(config: TrainConfig, task: Task, completions: Sequence[str]) -> dict[str, float]:
-    texts = task.validation_prompts[: config.kl_eval_prompts]
-    lengths = (config.max_completion_length, config.max_prompt_length, config.min_completion_length)
-    return {
-        "perplexity": perplexity(*reference_nats(task.backbone, texts, *lengths)),
-        "distinct1": distinct_n(completions, 1),
-        "distinct2": distinct_n(completions, 2),
-    }

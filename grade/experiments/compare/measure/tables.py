@@ -1,13 +1,12 @@
 """The tables of the comparison, and the settings that they depend on."""
 
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 import pandas as pd
 from pydantic import Field, model_validator
 
-from grade.config import SEEDS, Config
+from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
 from grade.experiments.measured import Positive, Seeds, Several, Size
@@ -15,17 +14,18 @@ from grade.experiments.setting import kl_at_start, make_setting
 from grade.experiments.training_runs import Run, sizes, train_all
 from grade.gradients.methods import MethodName, Rate
 
+SEARCH_SEED = 100
+"""Seed of the search of learning rates, which the comparison does not use."""
+
 
 class Settings(Config):
     """Models, methods and sizes of the comparison."""
 
     backbone_dir: str = ""  # folder of the language model; empty: the toy task
     reward_dir: str = ""  # folder of the reward model that all methods train on
-    second_reward_dir: str = ""  # folder of another one, for second_methods; empty: none
     gold_file: str = ""  # the gold judge
     reviews_dir: str = ""  # folder of the review splits
     methods: list[MethodName] = Field(["ste", "gumbel", "reinforce", "ppo"], min_length=1)  # methods that are compared
-    second_methods: list[MethodName] = []  # methods on the second reward
     betas: list[float] = Field([0.05], min_length=1)  # weights of KL, in reward per nat and token
     headline_beta: float = 0.05  # the weight of KL at which ends of runs are tabled; one of betas
     seeds: Seeds = Field([0, 1], min_length=2)  # one run of each method and beta each
@@ -34,7 +34,6 @@ class Settings(Config):
     learning_rates: list[Rate] = Field([1.0e-2], min_length=1)  # grid of the search; one: no search
     # method to learning rate, of an earlier search; the others are searched
     chosen_rates: dict[MethodName, Rate] | None = None
-    search_seed: int = Field(100, ge=0, lt=SEEDS)  # a seed that the comparison does not use
     max_steps: Size = 4  # optimizer steps of a run
     completions: Several = 8  # completions a step, greedy ones included
     prompt_tokens: Size = 6  # P
@@ -52,61 +51,32 @@ class Settings(Config):
             raise InputError("headline_beta", self.headline_beta, f"one of betas = {self.betas}")
         if self.headline_level not in self.kl_levels:
             raise InputError("headline_level", self.headline_level, f"one of kl_levels = {self.kl_levels}")
-        if self.search_seed in self.seeds:
-            raise InputError("search_seed", self.search_seed, f"none of seeds = {self.seeds}")
-        if self.has_second and self.second_reward == self.reward:
-            raise InputError("second_reward_dir", self.second_reward_dir, f"a folder not named {self.reward}")
         return self
-
-    @property
-    def reward(self) -> str:
-        """Name of the reward, as in the tables' column ``trained_on``."""
-        return Path(self.reward_dir).name or "toy"
-
-    @property
-    def second_reward(self) -> str:
-        """Name of the other reward."""
-        return Path(self.second_reward_dir).name
-
-    @property
-    def has_second(self) -> bool:
-        """Whether there are runs on the other reward."""
-        return bool(self.second_reward_dir and self.second_methods)
 
     @cached_property
     def bench(self) -> runs.Comparison:
         """Models and prompts of all runs."""
         return runs.Comparison({"policy": self.backbone_dir}, self.gold_file, self.reviews_dir)
 
-    def run(self, method: str, beta: float, seed: int, learning_rate: float, reward_dir: str = "") -> Run:
-        """One run; default: on the first reward."""
+    def run(self, method: str, beta: float, seed: int, learning_rate: float) -> Run:
+        """One run."""
         values = sizes(self.prompt_tokens, self.new_tokens, self.completions, self.max_steps, self.eval_every,
                        self.eval_prompts)  # fmt: skip
         values |= {"gumbel_topk": self.support_size, "final_eval_prompts": self.final_eval_prompts}
-        return runs.make_run(method, beta, seed, learning_rate, values, reward_dir or self.reward_dir)
+        return runs.make_run(method, beta, seed, learning_rate, values, self.reward_dir)
 
     @cached_property
     def trained(self) -> dict[str, pd.DataFrame]:
-        """Tables of all runs on both rewards: ``rates``, what was ``searched``, evaluations and ends of runs.
-
-        The chosen rates are of the first reward.
-        """
-        parts = [(self.reward, self.reward_dir, self.methods, self.betas, self.chosen_rates or {})]
-        if self.has_second:
-            parts.append((self.second_reward, self.second_reward_dir, self.second_methods, [self.headline_beta], {}))
-        tables = []
-        for name, folder, methods, betas, chosen in parts:
-            tried = [self.run(method, self.headline_beta, self.search_seed, rate, folder)
-                     for method in methods if method not in chosen for rate in self.learning_rates]  # fmt: skip
-            rates, searched = runs.search(self.bench, tried, self.processes)
-            rates |= chosen
-            plan = [self.run(m, beta, seed, rates[m], folder) for seed in self.seeds for beta in betas for m in methods]
-            curves, finals = train_all(self.bench, plan, self.processes)
-            rates = pd.DataFrame([(method, rates[method]) for method in methods], columns=["method", "learning_rate"])
-            of_part = dict(rates=rates, searched=searched, curves=curves[list(runs.CURVES)],
-                           finals=finals[list(runs.FINALS)])  # fmt: skip
-            tables.append({kind: table.assign(trained_on=name) for kind, table in of_part.items()})
-        return {kind: pd.concat([of_part[kind] for of_part in tables], ignore_index=True) for kind in tables[0]}
+        """Tables of all runs: what was ``searched``, evaluations (``curves``) and ends of runs (``finals``)."""
+        chosen = self.chosen_rates or {}
+        tried = [self.run(method, self.headline_beta, SEARCH_SEED, rate)
+                 for method in self.methods if method not in chosen for rate in self.learning_rates]  # fmt: skip
+        rates, searched = runs.search(self.bench, tried, self.processes)
+        rates |= chosen
+        plan = [self.run(method, beta, seed, rates[method])
+                for seed in self.seeds for beta in self.betas for method in self.methods]  # fmt: skip
+        curves, finals = train_all(self.bench, plan, self.processes)
+        return dict(searched=searched, curves=curves[list(runs.CURVES)], finals=finals[list(runs.FINALS)])
 
 
 def _defects(s: Settings) -> dict[str, float]:
@@ -128,13 +98,10 @@ def _defects(s: Settings) -> dict[str, float]:
 
 
 TABLES = {
-    "rates": lambda s: s.trained["rates"][["trained_on", "method", "learning_rate"]],
     "searched": lambda s: s.trained["searched"],
     "untrained": lambda s: runs.untrained(s.bench, s.run("ste", 0.0, 0, 1e-3)),
-    "curves": lambda s: s.trained["curves"].drop(columns="seconds"),
-    "finals": lambda s: s.trained["finals"].drop(columns="seconds"),
+    "curves": lambda s: s.trained["curves"],
+    "finals": lambda s: s.trained["finals"],
     "defects": _defects,
 }
-TIMED = {
-    "seconds": lambda s: s.trained["curves"][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]],
-}
+TIMED = {}

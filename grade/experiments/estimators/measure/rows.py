@@ -85,7 +85,6 @@ class Rows:
     """Repeated gradients."""
 
     gradients: dict[tuple[str, str], Tensor]  # for each (reward, estimator), [R, P] on the CPU
-    norms: dict[tuple[str, str], Tensor]  # for each, norms of the gradients of the parameter tensors [R, tensors]
     size: int  # completions in a row
     group: int  # of which G share a prompt
 
@@ -111,15 +110,12 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
 def gradient_rows(setting: Setting, rows: int) -> Rows:
     """Draw R rows."""
     gradients: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-    norms: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-    sizes = [p.numel() for p in setting.backbone.trainable_parameters()]
     for row in progress(range(rows), "batches of gradients"):
         generator = torch.Generator(setting.backbone.device).manual_seed(row)
         for key, gradient in _row(setting, generator):
-            norms[key].append(torch.stack([part.norm() for part in gradient.split(sizes)]).cpu())
             gradients[key].append(setting.project(gradient.cpu()))
-    stacked = ({key: torch.stack(parts) for key, parts in each.items()} for each in (gradients, norms))
-    return Rows(*stacked, setting.size, setting.group)
+    stacked = {key: torch.stack(parts) for key, parts in gradients.items()}
+    return Rows(stacked, setting.size, setting.group)
 
 
 def _row(setting: Setting, generator: torch.Generator) -> Iterator[tuple[tuple[str, str], Tensor]]:

@@ -2,12 +2,11 @@
 
 On an enumerated policy, bias and variance against the exact gradient. On a language model, without it: at fixed weights
 and prompts, repeated batches give a policy gradient (`rloo`, unbiased, the stand-in for the truth) and the relaxed
-gradients of the same completions; `grade.experiments.moments` turns them into signal-to-noise, cosine, worth, crossover
-and the gain of a blend. Gradients of all parameters are kept through a sketch, which is the same for all rows and
-estimators and distorts cosines by about one per cent.
+gradients of the same completions; `grade.experiments.moments` turns them into worth and crossover. Gradients of all
+parameters are kept through a sketch, which is the same for all rows and estimators and distorts cosines by about one
+per cent.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal
@@ -25,16 +24,8 @@ from grade.experiments.estimators.measure.enumerated import exact_gradients, tin
 from grade.experiments.estimators.measure.rows import KL, POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
 from grade.experiments.intervals import interval
 from grade.experiments.measured import Count, Positive, Several, Size
-from grade.experiments.moments import (
-    Moments,
-    crossover,
-    hybrid_gain,
-    moments,
-    pair_moments,
-    sketch,
-    worth_interval,
-)
-from grade.experiments.setting import load_policy
+from grade.experiments.moments import Moments, crossover, moments, sketch, worth_interval
+from grade.experiments.setting import TRAINED_RUN, load_policy
 from grade.experiments.shallow import ShallowReward
 from grade.memory.settings import Device
 from grade.models.adapter import LoraSettings
@@ -46,10 +37,8 @@ from grade.training.toy import toy_reviews
 UNBIASED = "rloo"
 _SKETCH = 2**15
 """Numbers that are kept of a gradient."""
-_BATCHES = tuple(2**i for i in range(13))
-"""Numbers of samples at which the expected cosine is tabulated."""
-_HYBRID_BATCHES = (8, 64, 512)
-"""Batch sizes of the blend."""
+_TINY_TOPK = 3
+"""A support smaller than the enumerated policy's vocabulary of 5."""
 
 
 class Settings(Config):
@@ -60,12 +49,10 @@ class Settings(Config):
     tiny_group: Several = 32  # its completions of each of two prompts in a batch, G
     tiny_rows: int = Field(12, ge=3)  # its batches
     tiny_taus: list[Positive] = [0.5]  # temperatures, besides 1
-    tiny_topk: Size = 3  # a support smaller than the vocabulary of 5
     tiny_draws: list[Size] = Field([1, 8], min_length=1)  # draws M of gumbel_rao
     tiny_kl: bool = True  # whether KL's gradient is judged too
     backbone_dir: str = ""  # folder of the language model; empty: a tiny one with random rewards
     runs_dir: str = ""  # folder of training runs, for the policy after training
-    trained_run: str = "ste-0"  # which of them
     policies: list[Literal["before", "after"]] = Field(["before"], min_length=1)  # before or after training
     bag_dir: str = ""  # folder of the reward on the embedding table
     trunk_dir: str = ""  # folder of the reward through the frozen transformer
@@ -76,7 +63,7 @@ class Settings(Config):
     prompt_tokens: Size = 4  # P
     group: Several = 4  # completions of a prompt in a batch, G
     new_tokens: Size = 4  # T
-    rows: int = Field(12, ge=12)  # batches; the blend is cross-fitted in four folds of at least three
+    rows: int = Field(12, ge=3)  # batches
     taus: list[Positive] = [1.0]  # Gumbel temperatures of ste
     hops: list[Count] = [0, 1]  # feedback hops of ste
     topk: Count = 16  # size K of the perturbed support; 0: the whole vocabulary
@@ -86,7 +73,7 @@ class Settings(Config):
 
     @property
     def chosen(self) -> Variant:
-        """The `ste` gradient whose worth is reported and which is blended: tau 1 and no hops."""
+        """The `ste` gradient whose worth is reported: tau 1 and no hops."""
         return Variant("ste", topk=self.topk)
 
     @property
@@ -107,7 +94,7 @@ class Settings(Config):
         """The adapter folder of each policy; empty before training."""
         if "after" in self.policies and not self.runs_dir:
             raise InputError("runs_dir", self.runs_dir, "the folder of training runs, for the policy after training")
-        folders = {"before": "", "after": f"{self.runs_dir}/{self.trained_run}/adapter"}
+        folders = {"before": "", "after": f"{self.runs_dir}/{TRAINED_RUN}/adapter"}
         return {policy: folders[policy] for policy in self.policies}
 
     @cached_property
@@ -118,7 +105,7 @@ class Settings(Config):
         for estimator in ("ste", "gumbel_rao", "reinmax", "gumbel"):
             grid += [Variant(estimator, 1.0, hops, draws=most) for hops in sorted({0, 1, 2, full}) if hops <= full]
             grid += [Variant(estimator, tau, full, draws=most) for tau in self.tiny_taus]
-            grid += [Variant(estimator, 1.0, full, self.tiny_topk, most)]
+            grid += [Variant(estimator, 1.0, full, _TINY_TOPK, most)]
         grid += [Variant("gumbel_rao", 1.0, full, draws=m) for m in self.tiny_draws]
         return Setting(policy, random_prompts(policy, 2), self.tiny_group, self.tiny_tokens,
                        tiny_rewards(policy), list(dict.fromkeys(grid)), POLICY_GRADIENTS, kl=self.tiny_kl)  # fmt: skip
@@ -184,8 +171,8 @@ def _quality(s: Settings) -> pd.DataFrame | None:
         bias2, along = interval(m.bias2 / m.ref2), interval(m.inner / m.ref2 - 1)
         table.append(dict(
             reward=reward, estimator=estimator, bias2=bias2.value, bias2_stderr=bias2.stderr, along=along.value,
-            along_stderr=along.stderr, variance=m.noise[0] / m.ref2[0], mse=m.mse()[0] / m.ref2[0], snr=m.snr[0],
-            cosine=m.cosine()[0], cosine_mean=m.cosine(math.inf)[0], n=len(gradients) * rows.size,
+            along_stderr=along.stderr, variance=m.noise[0] / m.ref2[0], mse=m.mse()[0] / m.ref2[0],
+            n=len(gradients) * rows.size,
         ))  # fmt: skip
     return pd.DataFrame(table)
 
@@ -226,57 +213,19 @@ def _moments(rows: Rows) -> Iterator[tuple[str, str, Moments, Moments]]:
 
 
 def _worth(s: Settings, rows: Rows) -> Iterator[Row]:
-    """Worth of one sample in samples of the unbiased estimator and crossover batch, with 95 % intervals; cosines."""
+    """Worth of one sample in samples of the unbiased estimator and crossover batch, with 95 % intervals."""
     for reward, name, m, base in _moments(rows):
         value, cross = worth_interval(m, base), interval(crossover(m, base), geometric=True)
         yield dict(
             reward=reward, estimator=name, worth=value.value, worth_low=value.low, worth_high=value.high,
             crossover=cross.value, crossover_low=cross.low, crossover_high=cross.high,
-            snr=m.snr[0], cosine_1=m.cosine(1)[0], cosine_64=m.cosine(64)[0], cosine_mean=m.cosine(math.inf)[0],
             n=len(rows.gradients[reward, name]) * rows.size,
         )  # fmt: skip
-
-
-def _cosine(s: Settings, rows: Rows) -> Iterator[Row]:
-    """Expected cosine with the true gradient against the number of samples, with 95 % intervals where they exist."""
-    for reward, name, m, _ in _moments(rows):
-        for n in _BATCHES:
-            cosine = interval(m.cosine(n))
-            yield dict(reward=reward, estimator=name, n=n, cosine=cosine.value, low=cosine.low, high=cosine.high)
-
-
-def _hybrid(s: Settings, rows: Rows) -> Iterator[Row]:
-    """Cosine of the blend over that of the better of its parts, cross-fitted; share: the relaxed gradient's weight."""
-    for reward in dict.fromkeys(reward for reward, _ in rows.gradients):
-        pg, relaxed = rows.gradients[reward, UNBIASED], rows.gradients[reward, s.chosen.name]
-        pair = pair_moments(pg, relaxed, rows.size)
-        for n in _HYBRID_BATCHES:
-            gain = hybrid_gain(pg, relaxed, n, rows.size)
-            a, b = pair.weights(n)
-            share = b / (a + b) if a + b > 0 else 0.0
-            yield dict(reward=reward, n=n, ratio=gain.value, low=gain.low, high=gain.high, share=share)
-
-
-def _spread(s: Settings, rows: Rows) -> Iterator[Row]:
-    """The paper's "gradient variance" (sd over parameter tensors of norms) beside the variance of a row's gradient.
-
-    Relative is the variance over the squared mean, which does not change with the gradient's scale.
-    """
-    for (reward, name), gradients in rows.gradients.items():
-        m = moments(gradients, gradients, rows.size)
-        variance = m.noise[0] / rows.size
-        spread = float(rows.norms[reward, name].double().std(1, correction=0).mean())
-        yield dict(reward=reward, estimator=name, tensor_spread=spread, sd=math.sqrt(variance),
-                   norm=math.sqrt(m.norm2[0] + variance),
-                   relative=variance / m.norm2[0] if m.norm2[0] > 0 else np.inf)  # fmt: skip
 
 
 TABLES = {
     "quality": _quality,
     "mse_ratio": _mse_ratio,
     "worth": _by_policy(_worth),
-    "cosine": _by_policy(_cosine),
-    "hybrid": _by_policy(_hybrid),
-    "spread": _by_policy(_spread),
 }
 TIMED = {}

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grade.config import Config
-from grade.errors import InputError, reading
+from grade.errors import InputError
 from grade.experiments.measured import Count, Several, Size
-from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
+from grade.experiments.setting import TRAINED_RUN, Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
 from grade.gradients.objective import Engine, sequence_mean
@@ -86,7 +86,6 @@ class Settings(Config):
     reviews_dir: str = ""  # folder of the review splits
     device: Device = "cpu"  # where to measure: cpu or cuda
     runs_dir: str = ""  # folder of finished training runs; empty: a few tiny steps are trained here
-    trained_run: str = "ste-0"  # the run whose adapter is the trained policy
     support_size: Size = 16  # K of parity, bytes and speed
     parity_prompt_tokens: Size = 5  # P
     parity_new_tokens: Several = 6  # T
@@ -131,7 +130,7 @@ class Settings(Config):
         """Backbone in float32, reward model and held-out texts, with the adapter before or after training."""
         backbone, values = self._models[0], self._untrained_values  # kept before overwritten
         if trained:
-            file = self.runs / self.trained_run / "adapter" / "adapter_model.safetensors"
+            file = self.runs / TRAINED_RUN / "adapter" / "adapter_model.safetensors"
             unknown = set_peft_model_state_dict(backbone.peft, load_file(file)).unexpected_keys
             if unknown:
                 raise InputError("adapter", str(file), f"an adapter without {unknown[0]}")
@@ -169,8 +168,7 @@ def _of_each(s: Settings, read: Callable[[Path], pd.DataFrame]) -> pd.DataFrame:
     if not folders:
         raise InputError("runs_dir", str(s.runs), "a folder with <run>-<seed>/history.csv")
     for folder in folders:
-        with reading("runs_dir", folder, "the folder of a finished run"):
-            tables[folder.name] = read(folder)
+        tables[folder.name] = read(folder)
     return pd.concat(tables, names=["run"]).reset_index("run").reset_index(drop=True)
 
 

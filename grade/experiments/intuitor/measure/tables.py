@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.experiments.formulas import parameter_count, rows_bytes
-from grade.experiments.measured import Positive, Several, Size
+from grade.experiments.measured import Several, Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import (
     PolicyStepConfig,
@@ -45,6 +45,10 @@ _STEPS = {
 """The updates that are traced: PPO's and Intuitor's, one sequence per microbatch."""
 _PEAKS = (5, 10, 15, 20, 25, 30, 35)
 """Heights of the one logit that is raised."""
+GPUS = 8
+"""GPUs that divide weights, gradients and optimizer in the document."""
+BUDGET = 80_000_000_000
+"""Bytes of memory of each."""
 
 
 class Settings(Config):
@@ -54,11 +58,9 @@ class Settings(Config):
     table_batch: Size = 4  # sequences of the document's table, 64
     table_tokens: Size = 192  # tokens of each, 6K
     lengths: list[Several] = Field([96], min_length=1)  # tokens of a sequence in the traced updates, 2K to 8K
-    gpus: Size = 8  # GPUs that divide weights, gradients and optimizer
     settings_prompt_tokens: Size = 8  # P of the recommended settings, 2K
     # T of the conservative and of the aggressive one, 1K and 2K
     settings_new_tokens: list[Size] = Field([1, 2], min_length=2, max_length=2)
-    budget_gb: Positive = 80.0  # memory of each GPU in decimal GB
     backbone_dir: str = ""  # folder of the model that writes; empty: a tiny random one
     reviews_dir: str = ""  # folder of the review splits
     measured_prompts: Size = 4  # B of the prompts that are continued
@@ -67,7 +69,6 @@ class Settings(Config):
     group: Several = 4  # completions of each prompt, G
     chunk: Size = 16  # vocabulary chunk of the document's formula, 1024
     sweep_vocab: Several = 512  # V of the sweep
-    processes: Size = 1  # traces that run at once
 
     def update(self, prompt: int, new: int, **options) -> PolicyStepConfig:
         """The document's update: all weights trained, a reference copy, layers checkpointed."""
@@ -85,8 +86,8 @@ class Settings(Config):
     @cached_property
     def traces(self) -> dict[tuple[int, str], Trace]:
         """One GPU's share of each update."""
-        whole = trace_all(self.configs, self.processes)
-        return {key: zero3_share(whole[key], config, self.gpus) for key, config in self.configs.items()}
+        whole = trace_all(self.configs)
+        return {key: zero3_share(whole[key], config, GPUS) for key, config in self.configs.items()}
 
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
@@ -173,14 +174,14 @@ def _fits(s: Settings) -> pd.DataFrame:
     """How many of the needed sequences fit a GPU in each of the document's settings, logits dense or in chunks."""
 
     def share(config: PolicyStepConfig) -> Trace:
-        return zero3_share(trace(config), config, s.gpus)
+        return zero3_share(trace(config), config, GPUS)
 
     rows = []
     for setting, (needed, which) in SETTINGS.items():
         for logits, kind in (("dense", "all"), ("chunked", "chunked")):
             new = s.settings_new_tokens[which]
             config = s.update(s.settings_prompt_tokens, new, logits=kind, self_certainty=True)
-            fit = largest_batch(config, round(s.budget_gb * 1e9), tracer=share, most=needed)
+            fit = largest_batch(config, BUDGET, tracer=share, most=needed)
             rows.append((setting, logits, needed, fit.batch_size or 0, fit.peak / 1e9))
     return pd.DataFrame(rows, columns=["setting", "logits", "needed", "fits", "peak_gb"])
 

@@ -27,7 +27,7 @@ from grade.entropy.samples import (
 from grade.errors import InputError
 from grade.experiments.measured import Positive, Several, Size
 from grade.experiments.probe.measure import proposals
-from grade.experiments.setting import load_policy, text_sequences
+from grade.experiments.setting import TRAINED_RUN, load_policy, text_sequences
 from grade.experiments.traced import categories_table, timelines_table, trace_all
 from grade.gradients.objective import Objective
 from grade.memory.trace import Trace, trace
@@ -63,21 +63,19 @@ class Settings(Config):
     reviews_dir: str = ""  # folder of the review splits
     reward_dir: str = ""  # folder of the reward model
     runs_dir: str = ""  # folder of training runs
-    trained_run: str = "ste-0"  # the run that is probed; it kept its optimizer's state
     probe: ProbeRunConfig = _TOY_PROBE  # the probe's settings; its three folders are those above
     narrow_prompts: Several = 2  # prompts on which bfloat16 is compared with float32
     # step sizes of that comparison, times the learning rate
     narrow_multiples: list[Positive] = Field([0.1, 1.0], min_length=1)
     measured_prompt_tokens: Size = 4  # P of the completions on which the proposals are compared
     measured_new_tokens: Size = 6  # T
-    processes: Size = 1  # traces that run at once
 
     @cached_property
     def adapters(self) -> dict[int, Path | None]:
         """The run's adapters by training step: none (a new one) at step 0, its checkpoints, the trained one."""
-        run = Path(self.runs_dir, self.trained_run)
+        run = Path(self.runs_dir, TRAINED_RUN)
         if not (run / "adapter" / OPTIMIZER_FILE).is_file():
-            raise InputError("trained_run", str(run), f"a run with adapter/{OPTIMIZER_FILE}, as written by training")
+            raise InputError("runs_dir", str(run), f"a run with adapter/{OPTIMIZER_FILE}, as written by training")
         adapters: dict[int, Path | None] = {0: None}
         adapters |= {int(folder.name.removeprefix("step-")): folder for folder in (run / "checkpoints").glob("step-*")}
         state = torch.load(run / "adapter" / OPTIMIZER_FILE, weights_only=True)["state"]
@@ -138,7 +136,7 @@ class Settings(Config):
     def traced(self) -> dict[str, Trace]:
         """Traces of the gradient path by name; those whose timelines are shown are of all layers."""
         others = {name: config for name, config in self.steps.items() if name not in _TIMELINES}
-        traces = trace_all(others, self.processes)
+        traces = trace_all(others)
         traces |= {name: trace(self.steps[name], all_layers=True) for name in progress(_TIMELINES, "traces")}
         return {name: traces[name] for name in self.steps}
 
@@ -209,7 +207,7 @@ def _traces(s: Settings) -> pd.DataFrame:
 
 def _effects(s: Settings) -> dict[str, Any]:
     """What the document's proposals do, on completions that a model samples here; see `measure.proposals`."""
-    backbone, texts = load_policy(s.backbone_dir, f"{s.runs_dir}/{s.trained_run}/adapter", s.reviews_dir)
+    backbone, texts = load_policy(s.backbone_dir, f"{s.runs_dir}/{TRAINED_RUN}/adapter", s.reviews_dir)
     prompts, _ = text_sequences(backbone, texts, _MEASURED[0], s.measured_prompt_tokens, 1)
     samples = draw(backbone, prompts, _MEASURED[1], s.measured_new_tokens, torch.Generator().manual_seed(0))
     coefficients = entropy_coefficients(sequence_logps(backbone, samples, s.microbatch))
