@@ -15,7 +15,7 @@ CASES = kinds() if os.environ.get("GRADE_ALL_CASES") == "1" else sorted({*kinds(
 
 def listed(title):
     """The architectures of one paragraph of the page."""
-    (line,) = re.findall(rf"\*\*{title}\*\*.*?: (.*?)\\.$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (line,) = re.findall(rf"\*\*{title}\*\*.*?: (.*?)\.$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return line.replace(",", " ").split()
 
 
