@@ -20,7 +20,6 @@ from scipy.stats import genpareto
 from torch import Tensor
 
 from grade.entropy.samples import SampleScores
-from grade.errors import InputError
 from grade.stats import jackknife_stderr
 
 
@@ -44,7 +43,7 @@ def reweighted_change(old: SampleScores, new: SampleScores, mask: Tensor | None 
     The integrand is a sample's sum of token entropies. With the tokens' ``mask`` [B, G, T] it is the entropy per token.
     """
     length = torch.ones_like(old.logps[..., :1]) if mask is None else mask.double()
-    old_logps, new_logps, old, new, length = (x.sum(-1) for x in (*_checked(old, new), length))
+    old_logps, new_logps, old, new, length = (x.double().sum(-1) for x in (*_parts(old, new), length))
     log_w = new_logps - old_logps
     w = (log_w - log_w.max()).exp()
     w = w / w.mean()
@@ -68,7 +67,7 @@ def prefix_change(old: SampleScores, new: SampleScores) -> Tensor:
     sample, `grade.entropy.samples.Directional.per_sequence`: prediction and truth share their noise. Arguments are the
     scores of the same samples under the old and the new policy.
     """
-    old_logps, new_logps, old, new = _checked(old, new)
+    old_logps, new_logps, old, new = _parts(old, new)
     log_w = new_logps - old_logps
     before = log_w.cumsum(-1) - log_w  # of the prefix: without the token itself
     others = (new.sum(1, keepdim=True) - new) / max(new.shape[1] - 1, 1)
@@ -86,14 +85,9 @@ def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
     return float(a.sum() / b.sum()) - 1, jackknife_stderr(without)
 
 
-def _checked(old: SampleScores, new: SampleScores) -> list[Tensor]:
-    """Log-probabilities and then entropies, old and new, in float64; shapes that differ would broadcast."""
-    parts = [old.logps, new.logps, old.entropies, new.entropies]
-    if len({p.shape for p in parts}) > 1 or parts[0].ndim != 3 or parts[0].shape[:2].numel() < 2:
-        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes of two completions or more [B, G, T]")
-    if not all(torch.isfinite(p).all() for p in parts):
-        raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
-    return [p.double() for p in parts]
+def _parts(old: SampleScores, new: SampleScores) -> list[Tensor]:
+    """Log-probabilities and then entropies, old and new, in float64."""
+    return [part.double() for part in (old.logps, new.logps, old.entropies, new.entropies)]
 
 
 def _pareto_k(w: Tensor) -> float | None:

@@ -33,7 +33,7 @@ from grade.entropy.samples import (
 )
 from grade.entropy.update import UpdateVector, adamw_update, preconditioner
 from grade.errors import InputError
-from grade.gradients.methods import Rate, Tau
+from grade.gradients.methods import Rate
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.parameters import moved, split_vector, trained_parameters
@@ -51,14 +51,12 @@ class _BatchConfig(Config):
 
     B: int = Field(8, ge=2, description="prompts of the evaluation batch, and as many of the update batch")
     G: int = Field(8, ge=2, description="completions of a prompt")
-    rollout_batch_size: int = Field(64, ge=1, description="completions sampled at once")
 
 
 class _GenerationConfig(Config):
     """Sampling."""
 
     max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")
-    temperature: Tau = Field(1.0, description="sampling temperature, also of log-probabilities")
 
 
 class _EstimateConfig(Config):
@@ -156,15 +154,10 @@ class EntropyProbe:
         policy: With an adapter.
         optimizer: AdamW of the adapter's parameters.
         config: Settings.
-        allow_fresh: Accept an optimizer that has not stepped yet.
     """
 
-    def __init__(
-        self, policy: Backbone, optimizer: torch.optim.AdamW, config: ProbeConfig | None = None,
-        allow_fresh: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, policy: Backbone, optimizer: torch.optim.AdamW, config: ProbeConfig | None = None) -> None:
         self.policy, self.optimizer, self.config = policy, optimizer, config or ProbeConfig()
-        self.allow_fresh = allow_fresh
         self._peaks: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
@@ -180,7 +173,7 @@ class EntropyProbe:
             The report.
 
         Raises:
-            ValueError: If both or neither of reward and gradient are given, or ``gradient`` leaves no gradient.
+            ValueError: If both or neither of reward and gradient are given.
             InputError: If there are too few prompts or a reward is not finite.
         """
         b = self.config.batch_config.B
@@ -194,7 +187,7 @@ class EntropyProbe:
         with self._phase("update"):
             y, gradients, rewards = self._update(prompts[slice(b, 2 * b)], reward, gradient, generator)
             parameters, norm = trained_parameters(self.policy), self.config.max_grad_norm or None
-            vector = adamw_update(self.optimizer, parameters, gradients, norm, self.allow_fresh)
+            vector = adamw_update(self.optimizer, parameters, gradients, norm)
         with self._phase("gradients"):
             old = self._scores(evaluation)
             x = self._gradients(evaluation, entropy_coefficients(old.logps.sum(-1)))
@@ -222,8 +215,7 @@ class EntropyProbe:
 
     def _draw(self, prompts: PromptBatch, generator: torch.Generator) -> Samples:
         c = self.config
-        return draw(self.policy, prompts, c.batch_config.G, c.generation.max_new_tokens, generator,
-                    c.generation.temperature, c.batch_config.rollout_batch_size)  # fmt: skip
+        return draw(self.policy, prompts, c.batch_config.G, c.generation.max_new_tokens, generator)
 
     def _scores(self, samples: Samples, step: Tensor | None = None, multiple: float = 1.0) -> SampleScores:
         """Scores after so many times the step, or without one as the policy is."""
@@ -246,8 +238,6 @@ class EntropyProbe:
                     p.grad = None
                 with torch.random.fork_rng(range(torch.cuda.device_count())):
                     gradient(prompts.to(self.policy.device), generator)
-                if any(p.grad is None for p in parameters):
-                    raise ValueError("gradient left a trained parameter without .grad: it must run backward")
                 return None, [p.grad for p in parameters], None
             finally:
                 for p, grad in zip(parameters, before, strict=True):
@@ -257,8 +247,6 @@ class EntropyProbe:
         with torch.no_grad():
             parts = [reward(*rest).cpu().double() for _, *rest in update.microbatches(size, self.policy.device)]
         rewards = torch.cat(parts).view(update.ids.shape[:2])
-        if not torch.isfinite(rewards).all():
-            raise InputError("reward", "NaN or infinity", "finite rewards")
         group, length = update.ids.shape[1:]
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (group * length)
         y = self._gradients(update, advantages)

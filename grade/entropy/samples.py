@@ -160,9 +160,6 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
     In float32 (float64 for a float64 model) on the CPU. The graph of ``microbatch`` completions,
     all of one prompt, exists at once; the parameters' ``.grad`` are not touched.
     """
-    if coefficients.shape != samples.ids.shape[:2]:
-        shapes = f"{list(coefficients.shape)}, not [B, G] = {list(samples.ids.shape[:2])}"
-        raise ValueError(f"coefficients have shape {shapes}")
     if not torch.isfinite(coefficients).all():
         raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
     backbone, parameters = backbone.view(temperature=samples.temperature), trained_parameters(backbone)
@@ -232,9 +229,6 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
 
     Fused attention has no forward mode, so torch's unfused implementation is used here, whatever the model's own.
     """
-    implementation = backbone.model.config._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        raise InputError("attention", implementation, "sdpa or eager: no other has a forward mode")
     backbone = backbone.view(temperature=samples.temperature)
     module, terms = _HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
     pairs = module.along(vector)

@@ -41,32 +41,23 @@ class UpdateVector:
 @torch.no_grad()
 def adamw_update(
     optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor],
-    max_grad_norm: float | None = None, allow_fresh: bool = False,
+    max_grad_norm: float | None = None,
 ) -> UpdateVector:  # fmt: skip
     """The step that ``optimizer.step()`` would take, without taking it, in the parameters' type.
 
-    ``max_grad_norm`` clips the norm over all gradients as `torch.nn.utils.clip_grad_norm_` does. ``allow_fresh``
-    accepts an optimizer that has not stepped yet, whose moments are 0.
+    ``max_grad_norm`` clips the norm over all gradients as `torch.nn.utils.clip_grad_norm_` does.
     """
-    if type(optimizer) is not torch.optim.AdamW:
-        raise InputError("optimizer", type(optimizer).__name__, "AdamW")
     groups = _groups(optimizer)
-    for option in ("amsgrad", "maximize"):
-        if any(group.get(option) for group in optimizer.param_groups):
-            raise InputError(option, True, "false: not covered")
-    if not all(torch.isfinite(g).all() for g in gradients):
-        raise InputError("gradients", "NaN or infinity", "finite gradients")
+    plain = not any(group.get(option) for group in optimizer.param_groups for option in ("amsgrad", "maximize"))
+    if type(optimizer) is not torch.optim.AdamW or not plain:
+        raise InputError("optimizer", type(optimizer).__name__, "AdamW without amsgrad and maximize")
     clipped = 1.0
     if max_grad_norm is not None:
         norm = torch.stack([g.norm() for g in gradients]).norm()
         clipped = min(1.0, float(max_grad_norm / (norm + 1e-6)))  # torch's own epsilon
     parts = []
     for p, g in zip(parameters, gradients, strict=True):
-        if id(p) not in groups:
-            raise ValueError(f"a parameter of shape {list(p.shape)} is none of the optimizer's parameters")
         group, state = groups[id(p)], optimizer.state.get(p, {})
-        if not state and not allow_fresh:
-            raise InputError("optimizer", "no state", "one that has stepped; allow_fresh takes its moments as 0")
         (beta1, beta2), lr, t = group["betas"], float(group["lr"]), int(state["step"]) + 1 if state else 1
         g = g * clipped
         old = state["exp_avg"] if state else torch.zeros_like(p)

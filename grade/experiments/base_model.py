@@ -22,7 +22,16 @@ from transformers.utils import logging
 
 from grade.config import SEEDS, Config
 from grade.data.reviews import load_reviews
-from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows, tiny_model, train_tokenizer, window_nats
+from grade.data.tiny_lm import (
+    BATCH_SIZE,
+    PretrainConfig,
+    fit,
+    new_model,
+    text_windows,
+    tiny_model,
+    train_tokenizer,
+    window_nats,
+)
 from grade.errors import InputError
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.stats import Estimate
@@ -93,12 +102,7 @@ def pretrain(
     config: PretrainConfig, reviews_dir: str | Path, output_dir: str | Path, log: Callable[[str], None] = print
 ) -> dict[str, float]:
     """Train tokenizer and model, and write a folder for `Backbone.load` in place of an earlier one; figures of it."""
-    if config.hidden_size % config.heads:
-        raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
-    for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):
-        if getattr(config, small) >= getattr(config, large):
-            raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
-    texts = [r.text for r in load_reviews(reviews_dir, config.split)]
+    texts = [r.text for r in load_reviews(reviews_dir, "policy")]
     tokenizer = train_tokenizer(texts, config.vocab_size)
     model = new_model(config, len(tokenizer))
     train_windows = text_windows(tokenizer, texts, config.context)
@@ -112,7 +116,7 @@ def pretrain(
         "train/nats_per_token": final,
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocab_size": len(tokenizer),
-        "tokens": config.steps * config.batch_size * config.context,
+        "tokens": config.steps * BATCH_SIZE * config.context,
         "steps": config.steps,
         "seconds": seconds,
     }

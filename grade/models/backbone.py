@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from grade.errors import InputError
@@ -166,8 +166,6 @@ class Backbone(FrozenBase):
 
         Where it lies: PEFT makes a folder within for a name that is not ``default``.
         """
-        if self.peft is None:
-            raise InputError("adapter", None, "a backbone with a LoRA adapter")
         self.peft.save_pretrained(str(folder))
         return write_fingerprint(self.peft, folder)
 
@@ -192,8 +190,6 @@ def load_pretrained(
     require_source(field, name, allowed)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if config.is_encoder_decoder:
-            raise InputError(field, name, "a decoder-only causal language model, not an encoder-decoder")
         for key in vars(config):
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
                 setattr(config, key, 0.0)
@@ -205,8 +201,6 @@ def load_pretrained(
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
         check_loaded(name, info)
-        if (Path(name) / "generation_config.json").exists():  # transformers passes over a damaged one
-            GenerationConfig.from_pretrained(name)
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):

@@ -21,7 +21,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from grade.config import Config
-from grade.errors import InputError
 
 _ELEMENTS, _STRIDE = 64, 2_654_435_761
 """A prime far above any width (2^32 over the golden ratio): the places fall into all rows and columns."""
@@ -36,7 +35,6 @@ class LoraSettings(Config):
 
     r: int = Field(16, ge=1, description="rank")
     alpha: int = Field(32, ge=1, description="scale is alpha / r")
-    dropout: float = Field(0.0, ge=0, le=0, description="must be 0: a dropout mask is not part of a sample")
     target_modules: list[str] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj"],
         description="names of the linear layers that get an adapter; the default is all of a base that lacks one",
@@ -44,12 +42,8 @@ class LoraSettings(Config):
 
 
 def trained_parameters(policy: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, if there are any and they are an adapter's only."""
-    named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    base = [name for name, _ in named if "lora_" not in name]
-    if base or not named:
-        raise InputError("trained parameters", base[0] if base else "none", "an adapter's only")
-    return [p for _, p in named]
+    """The parameters that are trained, in a fixed order."""
+    return [p for p in policy.parameters() if p.requires_grad]
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
@@ -63,10 +57,8 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
 def split_vector(policy: nn.Module, vector: Tensor) -> list[Tensor]:
     """A vector [P] in the order of `trained_parameters`, cut and shaped like each, in its type and on its device."""
     parameters = trained_parameters(policy)
-    sizes = [p.numel() for p in parameters]
-    if vector.shape != (sum(sizes),):
-        raise ValueError(f"update vector has shape {list(vector.shape)}, not [{sum(sizes)}]: one number per parameter")
-    return [part.view_as(p).to(p) for p, part in zip(parameters, vector.split(sizes), strict=True)]
+    parts = vector.split([p.numel() for p in parameters])
+    return [part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)]
 
 
 @torch.no_grad()

@@ -1,11 +1,12 @@
 """The entropy probe's estimators against brute force, enumeration of every completion, and the optimizer itself."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_backbone, make_prompts, tiny_config, tiny_gpt2
+from conftest import make_backbone, make_prompts, tiny_gpt2
 
 from grade.entropy.change import linearity_error, prefix_change, reweighted_change
 from grade.entropy.samples import (
@@ -132,8 +133,6 @@ def test_parameters_come_back_even_after_an_error():
     with pytest.raises(RuntimeError), moved(backbone, direction(backbone), 0.1):
         raise RuntimeError
     assert all(torch.equal(p, q) for p, q in zip(before, trained_parameters(backbone), strict=True))
-    with pytest.raises(ValueError, match="update vector"), moved(backbone, torch.zeros(3), 0.1):
-        pass
 
 
 # --- the update as a vector ---
@@ -156,7 +155,7 @@ def stepped(weight_decay=0.1, steps=3):
 @pytest.mark.parametrize("norm", [None, 0.5, 1e6])
 def test_the_vector_is_the_step(steps, norm):
     parameters, optimizer, grads = stepped(steps=steps)
-    vector = adamw_update(optimizer, parameters, grads, norm, allow_fresh=True)
+    vector = adamw_update(optimizer, parameters, grads, norm)
     start = torch.cat([p.detach().flatten() for p in parameters])
     for p, g in zip(parameters, grads, strict=True):
         p.grad = g.clone()
@@ -169,16 +168,11 @@ def test_the_vector_is_the_step(steps, norm):
     assert bool(vector.momentum.any()) == (steps > 0) and vector.decay.any()
 
 
-def test_what_the_vector_does_not_cover_is_refused():
-    parameters, optimizer, grads = stepped(steps=0)
-    with pytest.raises(InputError, match="no state"):
-        adamw_update(optimizer, parameters, grads)
-    with pytest.raises(InputError, match="optimizer"):
-        adamw_update(torch.optim.SGD(parameters, 0.1), parameters, grads)
-    with pytest.raises(InputError, match="amsgrad"):
-        adamw_update(torch.optim.AdamW(parameters, amsgrad=True), parameters, grads)
-    with pytest.raises(InputError, match="finite"):
-        adamw_update(optimizer, parameters, [g * math.nan for g in grads])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, amsgrad=True)])
+def test_an_optimizer_that_the_vector_does_not_cover_is_refused(optimizer):
+    parameters, _, grads = stepped(steps=0)
+    with pytest.raises(InputError, match="AdamW without amsgrad"):
+        adamw_update(optimizer(parameters, lr=0.1), parameters, grads)
 
 
 # --- importance sampling ---
@@ -220,28 +214,10 @@ def test_the_error_of_entropy_per_token_is_that_of_the_quotient():
 # --- bad input ---
 
 
-def test_what_cannot_be_estimated_is_refused():
+def test_rewards_that_are_not_finite_are_refused():
     backbone = tiny()
-    samples = drawn(backbone)
-    with pytest.raises(InputError, match="num_generations"):
-        entropy_coefficients(torch.zeros(3, 1))
     with pytest.raises(InputError, match="coefficients"):
-        prompt_gradients(backbone, samples, torch.full((3, 4), math.nan))
-    with pytest.raises(ValueError, match="coefficients"):
-        prompt_gradients(backbone, samples, torch.zeros(3, 1))
-    with pytest.raises(InputError, match="finite"):
-        reweighted_change(*[SampleScores(*[torch.full((2, 2, 2), math.nan)] * 2)] * 2)
-    with pytest.raises(ValueError, match="equal shapes"):
-        prefix_change(*[SampleScores(*[torch.ones(2, 2)] * 2)] * 2)
-
-
-def test_trained_weights_of_the_base_are_refused_by_rule():
-    backbone = tiny()
-    next(iter(backbone.decoder.parameters())).requires_grad_()
-    with pytest.raises(InputError, match="an adapter's only"):
-        trained_parameters(backbone)
-    with pytest.raises(InputError, match="none"):
-        trained_parameters(make_backbone(tiny_config(vocab_size=V, eos_token_id=V - 1)).requires_grad_(False))
+        prompt_gradients(backbone, drawn(backbone), torch.full((3, 4), math.nan))
 
 
 # --- the policy at other parameters ---
@@ -259,8 +235,6 @@ def test_scores_at_a_vector_are_those_of_a_policy_moved_there():
     torch.testing.assert_close(estimate.logps, wanted.logps, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(estimate.entropies, wanted.entropies, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(estimate.logps, here.logps)
-    with pytest.raises(ValueError, match="update vector"):
-        scores_at(backbone, samples, v[1:])
 
 
 def test_forward_mode_is_the_central_difference_of_every_term():
@@ -272,9 +246,6 @@ def test_forward_mode_is_the_central_difference_of_every_term():
         difference = (getattr(up, name) - getattr(down, name)) / (2 * eta)
         torch.testing.assert_close(rate, difference, rtol=1e-4, atol=1e-7)
         assert (rate[samples.mask == 0] == 0).all()
-    backbone.model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(InputError, match="attention: got 'flash_attention_2'; allowed: sdpa or eager"):
-        directional(backbone, samples, v)
 
 
 def test_forward_mode_of_a_large_vocabulary_in_float32_is_that_of_float64():

@@ -50,14 +50,8 @@ def test_only_the_first_number_counts_and_only_if_it_is_the_answer(base, monkeyp
     assert [answer for answer, _ in made[0].asked] == ["6", "6", "8", None, "7", "4"]
     assert [entry["answer"] for _, entry in made[0].asked] == ["7"] * 3 + ["4"] * 3
     assert report.figures["reward_mean"] == pytest.approx(1 / 6)
-    with pytest.raises(InputError, match="max_prompt_tokens: got 9; allowed: at least"):
+    with pytest.raises(InputError, match="tokens of the prompt in row 0: got .*at most 9"):
         probe(base, max_prompt_tokens=9)
-
-
-def test_without_the_extra_it_says_so(base, monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(InputError, match="arithmetic"):
-        probe(base)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("reasoning_gym"), reason="needs the extra arithmetic")

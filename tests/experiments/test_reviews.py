@@ -135,12 +135,11 @@ def test_bad_tables(tmp_path, rows, changes, message):
     "content",
     [
         '{"text": "a"}\n', '{"text": "a", "label": "2"}\n', '{"text": "a", "label": NaN}\n', "[]\n", "not json\n",
-        '{"text": 1, "label": 0}\n',
     ],
 )  # fmt: skip
 def test_damaged_sets(tmp_path, content):
     (tmp_path / "test.jsonl").write_text('{"text": "fine", "label": 1}\n' + content)
-    with pytest.raises(InputError, match="reviews: got .*test.jsonl, line 2'"):
+    with pytest.raises(InputError, match="test.jsonl, line 2: got"):
         load_reviews(tmp_path, "test")
 
 
@@ -172,12 +171,7 @@ def test_a_table_of_numbers_is_split_when_the_config_says_so(tmp_path):
 
 
 def test_sets_that_are_not_there(tmp_path):
-    with pytest.raises(InputError, match="split: got 'train'; allowed: one of reward"):
-        load_reviews(tmp_path, "train")
-    with pytest.raises(FileNotFoundError):
-        load_reviews(tmp_path, "gold")
-    (tmp_path / "gold.jsonl").write_text("")
-    with pytest.raises(InputError, match="at least one review"):
+    with pytest.raises(FileNotFoundError, match="gold.jsonl"):
         load_reviews(tmp_path, "gold")
 
 

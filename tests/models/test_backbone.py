@@ -15,11 +15,9 @@ from transformers import (
     Gemma3TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
-    MptConfig,
     OPTConfig,
     PhiConfig,
     Qwen3Config,
-    T5Config,
 )
 
 from grade.errors import InputError
@@ -99,33 +97,28 @@ def saved(tmp_path):
     return tmp_path / "base"
 
 
-def test_pickled_weights_are_refused(saved):
-    state = load_file(saved / "model.safetensors")
-    (saved / "model.safetensors").unlink()
-    torch.save(state, saved / "pytorch_model.bin")
-    with pytest.raises(InputError, match="backbone: got .* safetensors"):
-        Backbone.load(saved)
+def pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
-def test_remote_code_is_refused(saved):
-    config = (saved / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "mine"')
-    (saved / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoConfig": "code.Mine"},', 1))
-    (saved / "code.py").write_text("raise SystemExit('ran remote code')")
-    with pytest.raises(InputError, match="no remote code"):
+def point_to_code(folder):
+    config = (folder / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "mine"')
+    (folder / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoConfig": "code.Mine"},', 1))
+    (folder / "code.py").write_text("raise SystemExit('ran remote code')")
+
+
+@pytest.mark.parametrize(("change", "message"), [(pickle, "safetensors"), (point_to_code, "trust_remote_code")])
+def test_nothing_pickled_and_no_code_of_a_model_is_loaded(saved, change, message):
+    change(saved)
+    with pytest.raises((OSError, ValueError), match=message):
         Backbone.load(saved)
 
 
 def test_models_that_are_not_causal_decoders_are_refused():
-    bert = AutoModelForCausalLM.from_config(
-        BertConfig(**{k: v for k, v in COMMON.items() if k != "initializer_range"}, is_decoder=False)
-    )
+    bert = BertConfig(**{k: v for k, v in COMMON.items() if k != "initializer_range"}, is_decoder=False)
     with pytest.raises(InputError, match="BertLMHeadModel"):
-        Backbone(bert)
-    from transformers import T5ForConditionalGeneration
-
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8))
-    with pytest.raises((InputError, TypeError, ValueError, AttributeError)):
-        Backbone(t5)
+        Backbone(AutoModelForCausalLM.from_config(bert))
 
 
 def test_a_context_is_that_of_the_text_and_ends_where_longrope_turns_positions_anew():
@@ -140,13 +133,6 @@ def test_a_context_is_that_of_the_text_and_ends_where_longrope_turns_positions_a
     both = Gemma3Config(text_config=text, vision_config=vision | dict(num_attention_heads=1), mm_tokens_per_image=16)
     model = Gemma3ForConditionalGeneration(both)
     assert Backbone(model, None).max_positions == 64
-
-
-def test_a_head_with_a_scale_in_words_is_refused():
-    model = AutoModelForCausalLM.from_config(MptConfig(vocab_size=VOCAB, d_model=16, n_heads=2, n_layers=1))
-    model.config.logit_scale = "inv_sqrt_d_model"
-    with pytest.raises(ValueError, match="could not convert"):
-        Backbone(model, None)
 
 
 def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
@@ -174,9 +160,3 @@ def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, h
     with pytest.raises(InputError, match="no folder .*; a hub id is owner/name") as caught:
         Backbone.load(name)
     assert hint in str(caught.value)
-
-
-def test_an_owner_and_a_name_are_asked_of_the_hub():
-    with pytest.raises(InputError, match="backbone: got 'no-one/nothing'") as caught:
-        Backbone.load("no-one/nothing")
-    assert "no folder" not in str(caught.value)

@@ -89,7 +89,7 @@ class Settings(Config):
             task = toy_task()
             texts = task.validation_prompts[: 2 * self.probe.batch_config.B]
             optimizer = make_optimizer(self.probe, task.backbone, None)
-            probe = EntropyProbe(task.backbone, optimizer, self.probe, allow_fresh=True)
+            probe = EntropyProbe(task.backbone, optimizer, self.probe)
             reward = partial(Objective(task.reward_model).score, task.backbone)
             return {0: probe.run(encode_prompts(task.backbone.tokenizer, texts, 8), reward)}
         places = {"backbone": self.backbone_dir, "reward": self.reward_dir, "reviews": self.reviews_dir}
