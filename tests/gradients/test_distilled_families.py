@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
-from grade.models.teacher import Teacher
 
 from grade.errors import InputError
 from grade.gradients.distilled.families import FAMILIES, make_family

@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 from conftest import VOCAB, ToyReward, flat_grad, gradient, make_prompts
-from grade.models.teacher import Teacher
 
 from grade.gradients.distilled.learner import DECAY, EVERY, DistilledGradient
 from grade.gradients.distilled.ridge import Choice, centred

@@ -14,8 +14,8 @@ from grade.errors import InputError
 from grade.gradients.policy_gradient import StepContext
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.training.served import StepSampler, compare
 from grade.rewards.model import load_reward
+from grade.training.served import StepSampler, compare
 
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {word}"} for word in ("a", "so", "not", "it", "all", "bad")])
 COMMON = dict(
