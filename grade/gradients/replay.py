@@ -229,7 +229,7 @@ class ReplayGraph:
 
 
 def replay_inputs(prompts: PromptBatch, prompt_embeds: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """Teacher-forced inputs ``[E[x]; e_1 .. e_{T-1}]`` [B, P + T - 1, D] and their mask; the last token is not fed.
+    """Inputs of the pass ``[E[x]; e_1 .. e_{T-1}]`` [B, P + T - 1, D] and their mask; the last token is not fed.
 
     From prompt embeddings [B, P, D] and completion embeddings [B, T, D].
     """

@@ -5,7 +5,7 @@ ascends, along these texts themselves,
 
     g = sum_t grad [ sum_v pi(v | y_<t) s_t(v) - beta / T KL(pi || reference)(y_<t) ].
 
-Both terms are exact over the vocabulary, in one teacher-forced pass. Reward calls and sampling stay outside the loop.
+Both terms are exact over the vocabulary, in one parallel pass. Reward calls and sampling stay outside the loop.
 These are the all-action gradients of mean actor-critic (Allen et al. 2017, arXiv:1709.00503) and expected policy
 gradients (Ciosek and Whiteson 2018, arXiv:1706.05374), along text that nobody sampled, with a critic in closed form.
 
