@@ -10,7 +10,8 @@ import grade
 
 PLUGINS = (
     "training/teacher.py", "training/texts.py", "training/auto.py", "training/served.py", "models/sharded.py",
-    "rewards/classifier.py", "gradients/distilled",
+    "rewards/classifier.py", "gradients/distilled", "gradients/straight_through.py", "gradients/unrolled.py", "entropy",
+    "memory", "cli",
 )  # fmt: skip
 TRAIN = """
 from grade import GradeConfig, GradeTrainer

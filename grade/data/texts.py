@@ -22,7 +22,6 @@ from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens
 from grade.models.sampling import generate
 from grade.results import progress
-from grade.rewards.base import Reward
 
 LEAST = 8
 """Texts, below which there is nothing to fit."""
@@ -130,7 +129,7 @@ def _completion_ids(backbone: Backbone, row: Row, most: int) -> list[int]:
 def score_texts(
     rows: Sequence[Row],
     backbone: Backbone,
-    rewards: Reward,
+    rewards: Any,
     *,
     completion_tokens: int,
     encode: Encode,

@@ -5,7 +5,13 @@ from functools import partial
 from grade.gradients.methods import EngineName
 from grade.gradients.objective import Engine
 from grade.gradients.replay import replay
-from grade.gradients.unrolled import checkpointed, unrolled
+from grade.plugins import import_object
+
+WITH_GRAPH = {
+    "checkpointed": "grade.gradients.unrolled:checkpointed",
+    "unrolled": "grade.gradients.unrolled:unrolled",
+}
+"""Engines that keep the graph of the rollout, or compute it again."""
 
 
 def make_engine(
@@ -17,4 +23,4 @@ def make_engine(
     """
     if name == "replay":
         return partial(replay, hops=hops, tolerance=tolerance, gradient_checkpointing=gradient_checkpointing)
-    return {"checkpointed": checkpointed, "unrolled": unrolled}[name]
+    return import_object(WITH_GRAPH[name])

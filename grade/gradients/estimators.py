@@ -87,7 +87,7 @@ class Estimator:
     """How a token is relaxed. The base class is straight-through; subclasses override what differs.
 
     To add an estimator, subclass this and add its import path to `ESTIMATORS`. That also creates the training method
-    ``<name>`` (replay engine) and, unless it redraws, ``<name>_legacy`` (the original engine).
+    ``<name>`` with the replay engine.
 
     Attributes:
         hard: Whether the forward token is one-hot.

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, find_estimator
+from grade.gradients.estimators import ESTIMATORS
 from grade.plugins import import_object
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
@@ -33,8 +33,9 @@ class Relaxed:
 
 
 RELAXED: dict[str, Relaxed] = {name: Relaxed(name, "replay") for name in ESTIMATORS} | {
-    f"{name}_legacy": Relaxed(name, "unrolled") for name in ESTIMATORS if not find_estimator(name).redraws
+    f"{name}_legacy": Relaxed(name, "unrolled") for name in ("gumbel", "ste")
 }
+"""The last two are the source document's: the whole graph of the rollout is kept."""
 POLICY_GRADIENTS: tuple[str, ...] = ("reinforce", "rloo", "remax", "grpo", "ppo")
 DISTILLED, OFFLINE, TEACHER, AUTO = "distilled", "offline", "teacher", "auto"
 

@@ -28,7 +28,6 @@ from grade.training.evaluate import Evaluation
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
     from grade.training.config import GradeConfig
-    from grade.training.loop import GradeTrainer
 
 OPTIMIZER_FILE, SCHEDULER_FILE, LEARNER_FILE = "optimizer.pt", "scheduler.pt", "learner.safetensors"
 LOG_FILE, STATE_FILE = "trainer_state.json", "grade_state.json"
@@ -67,12 +66,12 @@ def check_same(folder: Path, settings: Mapping[str, Any], free: Sequence[str] = 
             raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
 
 
-def _settings(trainer: GradeTrainer) -> dict[str, Any]:
+def _settings(trainer: Any) -> dict[str, Any]:
     return settings_of(trainer.given) | {"rewards": trainer.rewards.names, "rows": trainer.rows}
 
 
-def save_checkpoint(trainer: GradeTrainer) -> Path:
-    """Write ``checkpoint-<step>`` below ``output_dir``; its path."""
+def save_checkpoint(trainer: Any) -> Path:
+    """Write ``checkpoint-<step>`` below the ``output_dir`` of a `GradeTrainer`; its path."""
     state = trainer.state
     folder = Path(trainer.config.output_dir) / f"checkpoint-{state.global_step}"
     if state.best_global_step:
@@ -97,8 +96,8 @@ def save_checkpoint(trainer: GradeTrainer) -> Path:
     return folder
 
 
-def load_checkpoint(trainer: GradeTrainer, folder: Path) -> None:
-    """Continue where a checkpoint was written.
+def load_checkpoint(trainer: Any, folder: Path) -> None:
+    """Let a `GradeTrainer` continue where a checkpoint was written.
 
     Raises:
         InputError: If the run has other settings, or fewer steps.

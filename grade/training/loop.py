@@ -34,7 +34,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from transformers.trainer_utils import TrainOutput
 
 from grade.errors import InputError
-from grade.files import atomic
+from grade.files import atomic, write_text
 from grade.gradients.methods import AUTO, METHODS, OFFLINE, TEACHER
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, StepContext
@@ -42,6 +42,7 @@ from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.sampling import generate
 from grade.plugins import import_object
 from grade.rewards.rewards import make_rewards
+from grade.training.card import model_card
 from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, restore_best, save_checkpoint
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
@@ -550,6 +551,12 @@ class GradeTrainer:
         if self.config.process_index == 0:
             folder = Path(output_dir or self.config.output_dir)
             self.backbone.save_adapter(folder)
+            card = model_card(
+                self.config, *self.saved_ends(), name=folder.resolve().name, method=self.config.method,
+                base=getattr(self.backbone.model.config, "_name_or_path", ""), rewards=self.rewards.names,
+                prompts=f"{self.rows} rows", steps=self.state.global_step, chosen=self.chosen,
+            )  # fmt: skip
+            write_text(folder / "README.md", card)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """As ``Trainer.add_callback``."""

@@ -77,8 +77,8 @@ class SamplerSettings(Config):
 
     @pydantic.model_validator(mode="after")
     def _check_method(self) -> Self:
-        if self.relaxed:
-            raise InputError("sampler", self.sampler, f"none with {self.method}, which relaxes the tokens it samples")
+        if not hasattr(self, "num_generations"):
+            raise InputError("sampler", self.sampler, f"none with {self.method}, which samples nothing, or soft tokens")
         return self
 
 
