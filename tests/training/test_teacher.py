@@ -100,7 +100,8 @@ def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     common = {name: value for name, value in toy_project(tmp_path).items() if name not in ("reward", "gold")}
     train(TrainConfig.parse(common | {"teacher": "base", "teacher_context": "a good film. ", "output_dir": "run"}))
-    card, history = (tmp_path / "run" / "adapter" / "README.md").read_text(), pd.read_csv(tmp_path / "run" / "history.csv")
+    run = tmp_path / "run"
+    card, history = (run / "adapter" / "README.md").read_text(), pd.read_csv(run / "history.csv")
     assert "- reward: `teacher`" in card and "models/reward" not in card
     assert history["val/reward_mean"].iloc[-1] > history["val/reward_mean"].iloc[0]
 
