@@ -218,7 +218,9 @@ class GradeTrainer:
         if isinstance(rows, str | Path | Mapping | pd.DataFrame) or not hasattr(rows, "__len__"):
             raise InputError(name, type(rows).__name__, "a list of rows with a prompt, or one split of a dataset")
         try:
-            longest, row = check_prompts(self.backbone.tokenizer, rows, **self.reading)
+            # By number where there is no iterator: __getitem__ need not raise IndexError.
+            all_rows = rows if hasattr(rows, "__iter__") else (rows[i] for i in range(len(rows)))
+            longest, row = check_prompts(self.backbone.tokenizer, all_rows, **self.reading)
         except InputError as error:
             raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
         context, most = self.backbone.max_positions, self.config.max_completion_length
