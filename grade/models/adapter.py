@@ -177,7 +177,7 @@ def refuse_adapted(model: PreTrainedModel) -> None:
 
 def _prepare(config: PeftConfig) -> None:
     """Set dropout to 0, and refuse an initialisation that changes the base."""
-    if not isinstance(config, LoraConfig):
+    if type(config) is not LoraConfig:  # AdaLoRA's settings are derived from it
         raise InputError("adapter", str(config.peft_type), "LORA: other adapters change the inputs or the head")
     if config.init_lora_weights not in _UNCHANGED:
         allowed = f"{', '.join(map(str, _UNCHANGED))}: others change the base, which is the reference"

@@ -113,6 +113,8 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
         for group, rate in zip(trainer.optimizer.param_groups, schedule._last_lr, strict=True):
             group["lr"] = rate
     trainer.state = state = TrainerState.load_from_json(str(folder / LOG_FILE))
+    if state.best_model_checkpoint:  # beside this one, where the run may have been moved
+        state.best_model_checkpoint = str(folder.with_name(Path(state.best_model_checkpoint).name))
     if state.global_step > trainer.config.max_steps:
         raise InputError("max_steps", trainer.config.max_steps, f"at least {state.global_step}, the step of {folder}")
     for callback in trainer.callback_handler.callbacks:
