@@ -102,6 +102,9 @@ class GradeConfig(MethodConfig):
     )
     kl_eval_prompts: NonNegativeInt = Field(64, description="how many of those prompts KL is computed on")
     per_device_eval_batch_size: PositiveInt = Field(64, description="prompts sampled at once in an evaluation")
+    eval_noise_block: PositiveInt = Field(
+        64, description="prompts whose noise an evaluation draws together; unlike the batch size, this changes results"
+    )
 
     logging_steps: PositiveInt = Field(1, description="steps between rows of the log")
     log_completions: bool = Field(False, description="write completions and rewards as a table every logging_steps")

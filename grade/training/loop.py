@@ -509,7 +509,8 @@ class GradeTrainer:
             self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,
             max_new_tokens=config.max_completion_length, min_new_tokens=config.min_completion_length,
             scope=config.reward_scope, batch_size=config.per_device_eval_batch_size, kl_prompts=config.kl_eval_prompts,
-            encode=self.encode, rank=config.process_index, processes=config.world_size,
+            noise_block=config.eval_noise_block, encode=self.encode, rank=config.process_index,
+            processes=config.world_size,
         )  # fmt: skip
         if metric_key_prefix == "eval":
             self.evaluations[step] = evaluation
