@@ -63,9 +63,14 @@ class Config(pydantic.BaseModel, metaclass=_Called):
             yield f"{prefix}{name}", f"({shown}): {field.description}"
 
     @classmethod
+    def known_keys(cls) -> list[str]:
+        """Keys that an error may suggest."""
+        return list(cls.model_fields)
+
+    @classmethod
     def explain_unknown(cls, name: str) -> str:
         """What an error about the unknown key ``name`` says is allowed."""
-        known = list(cls.model_fields)
+        known = cls.known_keys()
         if close := difflib.get_close_matches(name, known, n=1):
             return f"a known key (did you mean {close[0]!r}?)"
         return f"one of {', '.join(sorted(known))}" if len(known) <= MOST_KEYS else "a known key; --help lists them"

@@ -140,6 +140,12 @@ class MethodConfig(Config):
             yield name, f"[{', '.join(methods)}] {text}"
 
     @classmethod
+    def known_keys(cls) -> list[str]:
+        """As `Config.known_keys`, with those of the other methods."""
+        others = (name for settings in _all_settings().values() for name in settings.model_fields)
+        return [*super().known_keys(), *others]
+
+    @classmethod
     def explain_unknown(cls, name: str) -> str:
         """As `Config.explain_unknown`; a field of other methods is named as theirs."""
         having = [other for other, settings in _all_settings().items() if name in settings.model_fields]
