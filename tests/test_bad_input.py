@@ -47,7 +47,7 @@ GOOD = {
 SETTINGS = [
     ("--no_such_key 1", "no_such_key: got 'no_such_key'; allowed: a known key"),
     ("--learning_rte 1", "did you mean 'learning_rate'"), ("--set tau_strat=1", "did you mean 'tau_start'"),
-    ("--method rloop", "did you mean 'rloo'"), ("--method ''", "method: got None"),
+    ("--method rloop", "did you mean 'rloo'"), ("--method 3", "method: got 3"),
     ("--hops 2", "hops: got 'hops'; allowed: a setting of this method: only gumbel, ste"),
     ("--epsilon 0.1", "only grpo, ppo, auto have epsilon"), ("--lora.rank 3", "lora.rank: got 'rank'"),
     ("--lora 3", "lora: got 3"), ("--set seed", "--set: got 'seed'"),

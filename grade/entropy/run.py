@@ -104,6 +104,11 @@ def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path |
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), weight_decay=0.0)
     if state is not None:
         optimizer.load_state_dict(torch.load(state, weights_only=True))
+        for p, values in optimizer.state.items():  # torch would broadcast moments of another shape
+            for name, value in values.items():
+                if name != "step" and value.shape != p.shape:
+                    shapes = f"{name} has shape {list(value.shape)}, its parameter {list(p.shape)}"
+                    raise InputError("optimizer state", str(state), f"AdamW's of this adapter: {shapes}")
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate
     return optimizer

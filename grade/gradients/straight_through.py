@@ -160,7 +160,8 @@ def redrawn(graph: ReplayGraph, config: RelaxationConfig, generator: torch.Gener
     if estimator.dense:
         support, noise = given(None, config, generator, ids)
         return replace(graph.rollout, support=support, noise=noise)
-    rows, flat = graph.h.detach().flatten(0, 1), ids.flatten()
+    with torch.enable_grad():  # the graph keeps its states, which it differentiates later
+        rows, flat = graph.h.detach().flatten(0, 1), ids.flatten()
     # A masked position may hold a token that is forbidden there. Draws there affect no result, so none is forbidden.
     steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
     draws = []

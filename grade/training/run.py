@@ -59,6 +59,7 @@ class RunResult:
     kept: int = 0  # the step whose policy is the result: the last, or the best one
     method: str = ""  # the method that trained, which `auto` chose if the settings say so
     chosen: dict[str, str] = field(default_factory=dict)  # what was chosen in the run, and why
+    rewards: list[str] = field(default_factory=list)  # names of the rewards
 
 
 def train(
@@ -118,6 +119,7 @@ def run_training(
         result = RunResult(
             history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step, kept=trainer.kept_step,
             method=trainer.config.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
+            rewards=trainer.rewards.names,
         )  # fmt: skip
         if trainer.eval_dataset is not None:
             result.before, result.after = trainer.saved_ends()
@@ -152,7 +154,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     card = model_card(
         config, result.before, result.after, name=name, base=config.base_name or config.model,
-        method=result.method or config.method, rewards=rewards,
+        method=result.method or config.method, rewards=rewards or result.rewards,
         prompts=config.train_dataset, steps=result.step, chosen=result.chosen,
     )  # fmt: skip
     with atomic(output / "adapter") as adapter:

@@ -161,7 +161,7 @@ def test_train_help_lists_every_key_with_its_default(capsys):
         main(["train", "--help"])
     out = capsys.readouterr().out
     for name, field in (TrainConfig.model_fields | TrainConfig.kind({"method": "ppo"}).model_fields).items():
-        assert name == "lora" or f"  {name} (" in out and field.description in out, name
+        assert name == "lora" or f"  {name} " in out and field.description in out, name
     assert "lora.r (16): rank" in out
 
 

@@ -102,13 +102,6 @@ def test_too_long_a_text_is_refused_with_its_row(limit, make_classifier, policy,
         TextClassifier(model, own).score(policy, *batch)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_table_has_rows_is_refused(make_classifier):
-    own = train_tokenizer(["The film was a delight."], 290)
-    own.add_tokens("<added>")
-    with pytest.raises(InputError, match="reward 'classifier': tokens of the tokenizer: got 276; allowed: at most 275"):
-        TextClassifier(make_classifier("bert", vocab_size=275), own)
-
-
 def base_model(folder, policy, tokenizer):
     policy.model.config.save_pretrained(folder)
     policy.peft.unload().save_pretrained(folder)

@@ -183,7 +183,7 @@ def test_two_policies_are_compared_on_valid_tokens():
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    (dict(method="ste"), "sampler: got 'http://a:1'; allowed: none with ste, which relaxes the tokens it samples"),
+    (dict(method="ste"), "sampler: got 'http://a:1'; allowed: none with ste, which samples nothing, or soft tokens"),
     (dict(sampler="vllm"), "sampler: got 'vllm'; allowed: .*http"),
     (dict(sampler=None, sampler_folder="x"), "sampler: got None"),
 ])  # fmt: skip
