@@ -294,7 +294,7 @@ class GradeTrainer:
         )  # fmt: skip
         self.control = TrainerControl()
         if self.texts is not None:
-            self.texts.begin()
+            self.texts.begin(resumed=checkpoint is not None)
         if checkpoint is not None:
             load_checkpoint(self, Path(checkpoint))
         self.state.compute_steps(self.args, self.config.max_steps)

@@ -66,10 +66,12 @@ class TextPhase:
         if number is None:
             prompt = config.max_prompt_length or WINDOW_PROMPT
             return read_texts(texts, backbone.tokenizer, prompt, length, config.most_texts)
+        if number > config.most_texts:
+            raise InputError("texts", texts, f"at most most_texts = {config.most_texts} completions")
         if trainer.train_dataset is None:
             raise InputError("train_dataset", None, f"prompts for the completions of {texts}")
         return reference_texts(
-            trainer.train_dataset, min(number, config.most_texts), backbone, completion_tokens=length,
+            trainer.train_dataset, number, backbone, completion_tokens=length,
             encode=trainer.encode, seed=config.seed, min_new_tokens=config.min_completion_length,
         )  # fmt: skip
 
@@ -77,7 +79,7 @@ class TextPhase:
         """The rows that a run passes over: its texts with `offline`, else its prompts."""
         return self.rows if self.offline else rows
 
-    def begin(self) -> None:
+    def begin(self, resumed: bool = False) -> None:
         """Score the texts, distil their reward, and plan the steps along them."""
         trainer, config = self.trainer, self.config
         length, encode = config.max_completion_length, trainer.encode
@@ -95,7 +97,8 @@ class TextPhase:
             return  # without either nothing would keep the policy near
         if not self.offline:
             self.method = OfflineGradient(config, trainer.backbone, learner.families)
-            self.opened = [p.detach().clone() for p in trainer.backbone.trainable_parameters()]
+            if not (resumed and self.opened):  # where the run began, also if this trainer was interrupted
+                self.opened = [p.detach().clone() for p in trainer.backbone.trainable_parameters()]
         self._set_steps(steps)
         self.method.begin(texts, learner.prior, target, config.beta)
         steering = self.method.steering
