@@ -338,6 +338,11 @@ class GradeTrainer:
         self.seconds += time.perf_counter() - start
 
     @property
+    def processing_class(self) -> Any:
+        """The policy's tokenizer."""
+        return self.backbone.tokenizer
+
+    @property
     def model(self) -> PeftModel:
         """The policy as PEFT's model."""
         return self.backbone.peft
