@@ -128,11 +128,11 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
         if table.is_file():
             trainer.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
     tensors = load_file(folder / LEARNER_FILE)
+    trainer.method.load_tensors(tensors)
     if trainer.texts is not None:
         trainer.texts.restore(tensors, saved["text_steps"])
     if trainer.steering is not None:
         trainer.steering.budget.restore(saved["kl_budget"])
-    trainer.method.load_tensors(tensors)
 
 
 def restore_best(backbone: Backbone, folder: str | Path) -> None:

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from safetensors.torch import load_file
 
-from grade.gradients.methods import OFFLINE
+from grade.gradients.methods import AUTO, OFFLINE
 from grade.training.config import TrainConfig
 from grade.training.toy import toy_reviews, toy_task
 
@@ -45,7 +45,8 @@ def toy_project(root: Path) -> dict:
 
 def settings(method: str, common: dict, output: Path) -> TrainConfig:
     """A run of a method; with several updates a step where it has them."""
-    own = {"gumbel_topk": 16, "num_generations": 4, "passes_per_step": 2}
+    own = {"gumbel_topk": 16, "num_generations": 4}
+    own |= {} if method == AUTO else {"passes_per_step": 2}  # a setting of grpo means grpo
     if method == OFFLINE:
         own["texts"] = str(Path(common["train_dataset"]).with_name("texts.jsonl"))
     values = TrainConfig.values_for(method, common | own)
