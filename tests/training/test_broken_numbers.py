@@ -40,7 +40,7 @@ def with_value(value):
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_a_reward_that_is_no_number_ends_an_evaluation(task, value):
-    with pytest.raises(InputError, match=r"reward: got (nan|-?inf); allowed: finite numbers .*; 1 of 4 are not"):
+    with pytest.raises(InputError, match=r"reward: got (nan|-?inf); allowed: finite numbers; 1 of 4 are not"):
         evaluated(task, with_value(value))
 
 

@@ -51,7 +51,7 @@ def test_settings_of_grpo_mean_grpo_as_in_a_script_for_trl(task, caplog):
 
 
 def test_beside_a_teacher_any_reward_is_distilled_unless_a_setting_means_grpo(task, caplog):
-    why = "beside a teacher the reward's values are enough"
+    why = "beside further terms of the objective the reward's values are enough"
     for reward in (None, judge, ToyReward(task.backbone.hidden_size)):
         assert chosen(task, caplog, reward, teacher="base", teacher_context="x ") == ("distilled", why)
     assert chosen(task, caplog, judge, teacher="base", scale_rewards="group")[0] == "grpo"
