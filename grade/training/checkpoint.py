@@ -105,7 +105,7 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
     check_same(folder, _settings(trainer), LENGTH)
     saved = read_json(folder / STATE_FILE)
     restore_adapter(trainer.backbone.peft, folder)
-    trainer.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, trainer.config.device, weights_only=True))
+    trainer.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, "cpu", weights_only=True))
     trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
     if isinstance(schedule := trainer.lr_scheduler, LambdaLR):  # the run may be longer than it was
         rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
