@@ -48,7 +48,7 @@ class FrozenBase(nn.Module):
         self.head = _head_of(model)
         self.embedding = model.get_input_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
-        # Read once: the Trainer aligns the model's special tokens with its tokenizer's.
+        # Read once: other code may align the model's special tokens with its tokenizer's.
         eos = model.generation_config.eos_token_id if model.generation_config else None
         eos = model.config.eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
