@@ -73,7 +73,7 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: i
     else:
         config = copy.deepcopy(lora)
     _prepare(config)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_old_names():
         torch.manual_seed(seed)
         return _checked(get_peft_model(model, config))
 
@@ -104,9 +104,18 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     _check_base(model, folder)
     config = PeftConfig.from_pretrained(str(folder))
     _prepare(config)
-    peft = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=True, use_safetensors=True)
+    with _without_old_names():
+        peft = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=True, use_safetensors=True)
     _check_tensors(peft, folder)
     return _checked(peft)
+
+
+@contextlib.contextmanager
+def _without_old_names() -> Iterator[None]:
+    """Without the warning of transformers at a property that PEFT still reads by its former name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def write_fingerprint(model: PeftModel, folder: str | Path) -> Path:

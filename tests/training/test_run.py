@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from grade.gradients.methods import AUTO, DISTILLED, GROUPED, POLICY_GRADIENTS
+from grade.gradients.methods import AUTO, DISTILLED, POLICY_GRADIENTS
 from grade.training.config import TrainConfig
 from grade.training.loop import GradeTrainer
 from grade.training.run import run_metrics, run_training
@@ -19,7 +19,7 @@ SMALL = dict(
 
 def settings(**changes):
     values = {**SMALL, **changes}
-    grouped = {"num_generations": 4} if values["method"] in (*GROUPED, AUTO) else {}
+    grouped = {"num_generations": 4} if values["method"] in ("rloo", "grpo", DISTILLED, AUTO) else {}
     return TrainConfig(**TrainConfig.values_for(values["method"], values | grouped))
 
 
