@@ -1,0 +1,230 @@
+r"""How much reward any policy can have at a KL, and the token bias that comes near it without training.
+
+**The limit.** Among all laws q of a completion y, given a prompt, the one with the largest reward at its
+``KL(q || p)`` to the reference p tilts p exponentially,
+
+    q(y)  proportional to  p(y) exp(lambda R(y)),
+
+with one lambda for all prompts (Gibbs' variational principle; for policies Peters, Muelling and Altun 2010). With n
+samples of p for each prompt, q has the weights ``w_i = softmax(lambda R)_i``, the reward ``sum_i w_i R_i`` and
+``KL = sum_i w_i log(n w_i)``. What a policy gains can so be measured absolutely:
+
+    efficiency = KL that the limit needs for the policy's gain / KL of the policy.
+
+**The token bias.** If a completion's reward is a sum of values of its tokens, ``R(y) = sum_t s(y_t)``, the law that
+maximises ``E[s(y_t)] - KL_t / c`` at every position is one vector added to the logits,
+
+    q(v | y_<t)  proportional to  p(v | y_<t) exp(c s(v)).
+
+It is the limit's own law where the normaliser is the same after every prefix, as with independent tokens.
+
+The values s come from a ridge regression of rewards on counts of tokens (`fit_values`), or from one gradient of a
+differentiable reward in the embeddings (`gradient_values`); c sets KL. R2 out of sample says beforehand what to
+expect: where tokens alone explain a share of the reward, the efficiency is about that share.
+
+Left out: values that depend on position or context.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import sparse
+from scipy.optimize import brentq
+from sklearn.linear_model import Ridge
+from torch import Tensor
+
+from grade.models.batch import PromptBatch
+from grade.models.policy import Policy
+from grade.rewards.base import Reward, scored_text
+
+LEAST_EFFECTIVE = 8.0
+"""Effective samples per prompt below which n samples say nothing about a law."""
+PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Ridge penalties that are compared. A feature is a count, so they do not depend on the reward's unit."""
+FOLDS = 5
+"""Parts of the data that are predicted from the others."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """The best law at one lambda, as n samples per prompt see it."""
+
+    reward: float  # mean over prompts
+    kl: float  # in nats per completion, mean over prompts
+    stderr: float  # of the reward at this KL, over prompts
+    effective: float  # samples per prompt that carry it, mean of 1 / sum_i w_i^2
+
+    @classmethod
+    def tilted(cls, rewards: Tensor, strength: float) -> Law:
+        """``w = softmax(strength R)`` of rewards [prompts, n]; strength is lambda, in nats per unit of reward.
+
+        Along the limit ``d reward / d KL = 1 / lambda``, so the standard error at a given KL is that of the prompts'
+        ``reward - KL / lambda``.
+
+        >>> law = Law.tilted(torch.tensor([[0.0, 1.0]]), math.log(3))       # weights 1/4, 3/4
+        >>> [round(x, 6) for x in (law.reward, law.kl, law.effective)]      # KL = (3 log 3 - 4 log 2) / 4
+        [0.75, 0.130812, 1.6]
+        """
+        rewards = rewards.double()
+        weights = (strength * rewards).softmax(1)
+        reward = (weights * rewards).sum(1)
+        kl = torch.xlogy(weights, weights * rewards.shape[1]).sum(1)
+        at_equal_kl = reward - kl / strength if strength else reward
+        stderr = float(at_equal_kl.std() / len(rewards) ** 0.5) if len(rewards) > 1 else math.nan
+        effective = 1 / weights.square().sum(1)
+        return cls(float(reward.mean()), float(kl.mean()), stderr, float(effective.mean()))
+
+
+def limit_at(rewards: Tensor, kl: float) -> Law:
+    """The largest reward at a KL in nats per completion, from rewards [prompts, n] of samples of the reference.
+
+    NaN, with a warning, where fewer than `LEAST_EFFECTIVE` samples per prompt would carry it. Of normal rewards that
+    many are left while ``n exp(-2 KL) >= 8``: up to 1 nat with 64 samples, 2 with 512.
+
+    >>> rewards = torch.arange(64.0).expand(2, 64)
+    >>> round(limit_at(rewards, 1.0).kl, 6), limit_at(rewards, 1.0).reward > 48
+    (1.0, True)
+    """
+    return _law(rewards, lambda law: law.kl - kl, f"{kl:g} nats")
+
+
+def limit_for(rewards: Tensor, gain: float) -> Law:
+    """The least KL of a policy with this gain over the reference's mean reward; arguments and NaN as of `limit_at`.
+
+    >>> law = limit_for(torch.tensor([[0.0, 1.0]] * 8).repeat(1, 16), 0.25)     # 0.5 + 0.25, as in `Law.tilted`
+    >>> round(law.kl, 6)
+    0.130812
+    """
+    mean = float(rewards.double().mean())
+    return _law(rewards, lambda law: law.reward - mean - gain, f"a gain of {gain:g}")
+
+
+def efficiency(rewards: Tensor, gain: float, kl: float) -> float:
+    """KL that the limit needs for a policy's gain, over the policy's KL; at most 1, and negative for a loss.
+
+    A loss counts as minus what the same gain would need. Best of n has about 0.9; a policy with noise in every token
+    near 0.
+    """
+    return float(np.sign(gain)) * limit_for(rewards, abs(gain)).kl / kl
+
+
+def _law(rewards: Tensor, excess: Callable[[Law], float], what: str) -> Law:
+    """The law at which ``excess``, which rises with lambda, is 0."""
+    nan = Law(*[math.nan] * 4)
+    spread = float((rewards - rewards.mean(1, keepdim=True)).double().std())
+    if spread > 0:
+        low, high = 0.0, 0.1 / spread
+        while excess(Law.tilted(rewards, high)) < 0 and Law.tilted(rewards, high).effective > 1.01 and high < 1e9:
+            low, high = high, 2 * high
+        if excess(Law.tilted(rewards, low)) <= 0 <= excess(Law.tilted(rewards, high)):
+            law = Law.tilted(rewards, brentq(lambda x: excess(Law.tilted(rewards, x)), low, high))
+            if law.effective >= LEAST_EFFECTIVE:
+                return law
+    warnings.warn(f"{rewards.shape[1]} samples per prompt cannot tell the limit at {what}", stacklevel=3)
+    return nan
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """What each token adds to the reward of a completion, and how well that explains rewards not fitted."""
+
+    values: Tensor  # s [V] in units of the reward, float32; 0 for a token that was never seen
+    r2: float  # share of the rewards' variance, the prompt's part removed, explained out of sample
+    penalty: float  # the ridge penalty that was chosen
+
+
+def fit_values(
+    ids: Tensor, mask: Tensor, rewards: Tensor, vocab: int, prompts: PromptBatch | None = None, group: int = 1
+) -> TokenValues:
+    """Values of tokens by ridge regression of rewards [n] on the counts of tokens in completions [n, T].
+
+    What the prompt explains is no merit of the completion. With ``group`` G > 1, rows are groups of G completions of
+    one prompt, and rewards and counts are taken relative to the group's mean; otherwise counts of the ``prompts``'
+    tokens are further features. The penalty is the one of `PENALTIES` with the best predictions of `FOLDS` parts, of
+    whole groups, from the others; ``r2`` is that of these predictions. Completions without a finite reward count not.
+
+    >>> ids = torch.randint(0, 5, (400, 6), generator=torch.Generator().manual_seed(0))
+    >>> fit = fit_values(ids, torch.ones_like(ids), (ids == 3).sum(1).double(), vocab=5, group=4)
+    >>> [round(x, 1) for x in (fit.values - fit.values.mean()).tolist()], fit.r2 > 0.99
+    ([-0.2, -0.2, -0.2, 0.8, -0.2], True)
+    """
+    y = rewards.double().cpu().numpy()
+    features = _counts(ids, mask, vocab)
+    others = _counts(prompts.ids, prompts.mask, vocab) if prompts is not None and group == 1 else None
+    scored = np.isfinite(y).reshape(-1, group).all(1).repeat(group)
+    y, features, others = y[scored], features[scored], None if others is None else others[scored]
+    if group > 1:
+        y, features = _centred(y, group), _centred(features, group)
+    design = features if others is None else sparse.hstack([features, others], format="csr")
+    fold = np.random.default_rng(0).permutation(len(y) // group).repeat(group) % FOLDS
+    if len(set(fold)) < FOLDS:
+        return TokenValues(torch.zeros(vocab), 0.0, PENALTIES[-1])
+    scores = {penalty: _out_of_sample(design, y, fold, penalty, vocab, group) for penalty in PENALTIES}
+    penalty = max(scores, key=scores.get)
+    values = _ridge(design, y, penalty, group).coef_[:vocab]
+    return TokenValues(torch.from_numpy(values).float(), scores[penalty], penalty)
+
+
+def r2_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
+    """Share of rewards' variance within groups that values [V] explain, at the best factor; negative if they oppose it.
+
+    ``sign(corr) corr^2``: for completions that the values were not fitted on.
+    """
+    predicted = _centred((values.to(ids.device)[ids] * mask).sum(1).double().cpu().numpy(), group)
+    y = _centred(rewards.double().cpu().numpy(), group)
+    product = predicted @ y
+    return float(np.sign(product) * product**2 / max((predicted @ predicted) * (y @ y), 1e-300))
+
+
+def gradient_values(reward: Reward, policy: Policy, batches: Iterable[tuple[PromptBatch, Tensor, Tensor]]) -> Tensor:
+    """Values of tokens [V] from one gradient of a differentiable reward: ``s(v) = E[v] . g``, in units of the reward.
+
+    g [D] is the reward's gradient in the embeddings of completions (prompts, ids and mask [B, T] of each batch), its
+    mean over completions and positions. This is the direction in which straight-through gradients push every logit,
+    averaged, and followed exactly instead of by an adapter.
+    """
+    total, number = torch.zeros_like(policy.embedding_weight[0], dtype=torch.float64), 0.0
+    for prompts, ids, mask in batches:
+        embeds = policy.embed(ids).detach().requires_grad_()
+        with torch.enable_grad():
+            values = reward.differentiable(*scored_text(reward.scope, prompts, policy.embed(prompts.ids), embeds, mask))
+            (gradient,) = torch.autograd.grad(values.sum(), embeds)
+        total += (gradient.double() * mask.unsqueeze(-1)).sum((0, 1))
+        number += float(mask.sum())
+    values = policy.embedding_weight.double() @ (total * policy.embedding_scale / number)
+    return (values - values.mean()).float()
+
+
+def _counts(ids: Tensor, mask: Tensor, vocab: int) -> sparse.csr_matrix:
+    """Counts of tokens [n, V] in rows of ids."""
+    rows, columns = mask.bool().cpu().nonzero(as_tuple=True)
+    tokens = ids.cpu()[rows, columns]
+    return sparse.csr_matrix((np.ones(len(rows)), (rows.numpy(), tokens.numpy())), shape=(len(ids), vocab))
+
+
+def _centred(x, group: int):
+    """Rows relative to the mean of their group of G."""
+    mean = sparse.kron(sparse.eye(x.shape[0] // group), np.full((group, group), 1 / group))
+    return x - mean @ x
+
+
+def _ridge(design, y: np.ndarray, penalty: float, group: int) -> Ridge:
+    return Ridge(alpha=penalty, fit_intercept=group == 1, solver="sparse_cg", tol=1e-4).fit(design, y)
+
+
+def _out_of_sample(design, y: np.ndarray, fold: np.ndarray, penalty: float, vocab: int, group: int) -> float:
+    """R2 of the tokens' part where what the other features explain is taken off the reward."""
+    missed = total = 0.0
+    for number in range(FOLDS):
+        inside = fold == number
+        model = _ridge(design[~inside], y[~inside], penalty, group)
+        rest = y[inside] - model.intercept_ - design[inside][:, vocab:] @ model.coef_[vocab:]
+        missed += float(np.square(rest - design[inside][:, :vocab] @ model.coef_[:vocab]).sum())
+        total += float(np.square(rest - rest.mean()).sum())
+    return 1 - missed / total if total > 0 else 0.0

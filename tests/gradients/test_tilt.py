@@ -1,0 +1,133 @@
+"""The limit against other laws and enumeration, and token values against rewards whose values are known."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from grade.gradients.tilt import Law, efficiency, fit_values, gradient_values, limit_at, limit_for, r2_of
+from grade.models.batch import PromptBatch
+from grade.rewards.base import EmbeddingReward
+from grade.training.toy import toy_task
+
+
+def rewards(prompts=16, n=1024, seed=0):
+    return torch.randn(prompts, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kl", [0.1, 1.0, 2.0])
+def test_no_other_law_of_the_same_kl_has_more_reward(kl):
+    best, r = limit_at(rewards(), kl), rewards()
+    assert best.kl == pytest.approx(kl, abs=1e-9)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(50):  # other laws on the same samples: noise beside the reward, each prompt with a lambda of its own
+        strength = torch.rand(16, 1, generator=generator, dtype=torch.float64) * 4
+        logits = strength * (r + 0.5 * torch.randn(r.shape, generator=generator, dtype=torch.float64))
+        w = logits.softmax(1)
+        other = float((w * (w * 1024).log()).sum(1).mean())
+        if other <= kl:
+            assert float((w * r).sum(1).mean()) <= best.reward + 1e-12
+
+
+def test_the_least_kl_of_a_gain_is_the_inverse_of_the_largest_reward_at_a_kl():
+    best = limit_at(rewards(), 1.5)
+    assert limit_for(rewards(), best.reward - float(rewards().mean())).kl == pytest.approx(1.5, abs=1e-9)
+
+
+def test_efficiency_has_the_sign_of_the_gain_and_is_one_at_the_limit():
+    gain = limit_at(rewards(), 1.0).reward - float(rewards().mean())
+    assert efficiency(rewards(), gain, 1.0) == pytest.approx(1.0)
+    assert efficiency(rewards(), gain, 4.0) == pytest.approx(0.25)
+    assert efficiency(rewards(), -gain, 1.0) < 0
+
+
+def test_the_standard_error_is_that_of_the_prompts_at_equal_kl():
+    means = [limit_at(rewards(64, seed=seed), 1.0).reward for seed in range(60)]
+    assert limit_at(rewards(64), 1.0).stderr == pytest.approx(np.std(means), rel=0.35)  # 60 repetitions: 9 %
+
+
+@pytest.mark.parametrize(
+    ("values", "kl"), [(rewards(n=64), 2.0), (torch.ones(4, 64), 1.0)], ids=["too few", "constant"]
+)
+def test_what_the_samples_cannot_tell_is_nan_with_a_warning(values, kl):
+    with pytest.warns(UserWarning, match="64 samples per prompt cannot tell the limit at"):
+        law = limit_at(values, kl)
+    assert math.isnan(law.reward) and math.isnan(law.kl)
+
+
+def test_with_independent_tokens_the_bias_is_the_limit_by_enumeration():
+    p, s = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.0, 1.0, -2.0], dtype=torch.float64)
+    rows = [torch.tensor(y) for y in itertools.product(range(3), repeat=4)]
+    number = [round(float(p[y].prod() * 10**4)) for y in rows]  # an exact sample of 10,000 completions
+    sample = torch.cat([s[y].sum().repeat(k) for y, k in zip(rows, number, strict=True)]).unsqueeze(0)
+    c = 0.7
+    q = (p.log() + c * s).softmax(0)
+    law = Law.tilted(sample, c)
+    assert law.reward == pytest.approx(4 * float(q @ s), abs=1e-9)
+    assert law.kl == pytest.approx(4 * float(q @ (q / p).log()), abs=1e-9)
+
+
+def completions(n=800, vocab=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (n, 8), generator=generator)
+    mask = (torch.arange(8) < torch.randint(1, 9, (n, 1), generator=generator)).long()
+    return ids, mask, torch.randn(vocab, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("how", ["groups", "prompts"])
+def test_values_are_found_and_what_the_prompt_explains_is_no_merit(how):
+    ids, mask, true = completions()
+    prompts = (
+        completions(seed=1)[:2]
+        if how == "prompts"
+        else [x[::4].repeat_interleave(4, 0) for x in completions(seed=1)[:2]]
+    )
+    easy = torch.randn(12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    of_prompt = (5 * easy[prompts[0]] * prompts[1]).sum(1)
+    of_tokens = (true[ids] * mask).sum(1)
+    noise = torch.randn(len(ids), generator=torch.Generator().manual_seed(3), dtype=torch.float64) * of_tokens.std()
+    group = 4 if how == "groups" else 1
+    fit = fit_values(ids, mask, of_prompt + of_tokens, 12, PromptBatch(*prompts), group)
+    assert fit.r2 > 0.97 and torch.allclose(fit.values.double(), true, atol=0.1)
+    noisy = fit_values(ids, mask, of_prompt + of_tokens + noise, 12, PromptBatch(*prompts), group)
+    assert 0.4 < noisy.r2 < 0.55  # half of the variance is the tokens'
+    assert r2_of(fit.values, ids, mask, of_prompt + of_tokens, 4) > 0.97 or how == "prompts"
+
+
+def test_noise_is_not_explained_although_groups_share_their_mean():
+    ids, mask, _ = completions(160)
+    noise = torch.randn(160, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    fit = fit_values(ids, mask, noise, 12, group=4)
+    assert fit.r2 < 0.05 and r2_of(fit.values, *completions(160, seed=5)[:2], noise, 4) < 0.1
+
+
+def test_completions_without_a_reward_do_not_count():
+    ids, mask, true = completions()
+    values = (true[ids] * mask).sum(1)
+    missing = values.clone()
+    missing[[0, 401]] = torch.nan
+    keep = torch.tensor([i for i in range(800) if i // 4 not in (0, 100)])
+    fits = (fit_values(ids, mask, missing, 12, group=4), fit_values(ids[keep], mask[keep], values[keep], 12, group=4))
+    assert torch.equal(fits[0].values, fits[1].values)
+
+
+def test_too_few_completions_give_no_values():
+    ids, mask, _ = completions(8)
+    fit = fit_values(ids, mask, torch.randn(8), 12, group=4)
+    assert fit.r2 == 0 and not fit.values.any()
+
+
+@pytest.mark.parametrize("scope", ["completion", "prompt_and_completion"])
+def test_the_gradient_of_a_reward_linear_in_embeddings_gives_its_values(scope):
+    policy = toy_task().backbone
+    weight = torch.randn(policy.embedding_weight.shape[1], generator=torch.Generator().manual_seed(0))
+    reward = EmbeddingReward(lambda embeds, mask: ((embeds @ weight) * mask).sum(1), scope=scope)
+    ids = torch.randint(0, policy.vocab_size, (6, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 3:] = 0
+    prompts = PromptBatch(ids[:, :2], torch.ones_like(ids[:, :2]))
+    values = gradient_values(reward, policy, [(prompts[:4], ids[:4], mask[:4]), (prompts[4:], ids[4:], mask[4:])])
+    true = policy.embed(torch.arange(policy.vocab_size)) @ weight
+    assert torch.allclose(values, true - true.mean(), atol=1e-5)
