@@ -3,8 +3,6 @@
 import gc
 import json
 import os
-import random
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small: threads would mostly wait for each other
@@ -109,15 +107,6 @@ def flat_grad(value: torch.Tensor, backbone: Backbone) -> torch.Tensor:
     """The gradient of a value by the adapter; 0 where it does not depend on it."""
     grads = torch.autograd.grad(value, backbone.trainable_parameters(), retain_graph=True, materialize_grads=True)
     return flatten(grads)
-
-
-def save_texts(file):
-    """Texts whose words are short to a different degree, in place of reviews."""
-    words = "so we saw the film and it was bad thoroughly entertaining wonderful characters".split()
-    draw = random.Random(0)
-    weights = [[share] * 9 + [1 - share] * 4 for share in (draw.random() for _ in range(300))]
-    Path(file).parent.mkdir(parents=True)
-    Path(file).write_text("".join(json.dumps({"text": " ".join(draw.choices(words, w, k=40))}) + "\n" for w in weights))
 
 
 def make_prompts(batch=3, length=5, seed=0) -> PromptBatch:

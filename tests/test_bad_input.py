@@ -58,7 +58,6 @@ SETTINGS = [
     ("--num_generations 3", "num_generations: got 3; allowed: a divisor of per_device_train_batch_size = 4"),
     ("--num_generations 1", "num_generations: got 1"), ("--min_completion_length 9", "at most max_completion_length"),
     ("--method ppo --num_generations 1 --minibatches 3", "minibatches: got 3; allowed: a divisor"),
-    ("--method distilled --distil_window 2", "distil_window: got 2; allowed: at least 4"),
     ("--method ste --num_generations 1", "only"), ("--truncation middle", "truncation: got 'middle'"),
     ("--config nowhere.yaml", "nowhere.yaml"), ("--config list.yaml", "list.yaml: got [1, 2]; allowed: a mapping"),
     ("--config broken.yaml", "broken.yaml"), ("--config wrong.yaml", "wrong.yaml: beta: got 'much'"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from training.runs import settings, toy_project
 
-from grade.gradients.methods import METHODS, OFFLINE
+from grade.gradients.methods import METHODS
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.models.head import weighted_embedding
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", [*METHODS, OFFLINE])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(method, dtype, tmp_path):
     common = toy_project(tmp_path) | {"use_cpu": False, "dtype": dtype, "save_strategy": "no", "max_steps": 2}
     result = train(settings(method, common, tmp_path / "run"), print)

@@ -13,8 +13,8 @@ FLOORS = {
 }  # fmt: skip
 # What experiments share; otherwise none imports another.
 SHARED = (
-    "claims", "enumeration", "formulas", "frontier", "intervals", "learning", "measured", "moments", "plotting",
-    "reward_runs", "rewards", "run", "setting", "shallow", "text_quality", "traced", "training_runs",
+    "claims", "enumeration", "formulas", "frontier", "intervals", "measured", "moments", "plotting", "run",
+    "setting", "shallow", "traced", "training_runs",
 )  # fmt: skip
 CHECKOUT = ("experiments", "commands")
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked

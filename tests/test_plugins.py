@@ -9,9 +9,8 @@ from pathlib import Path
 import grade
 
 PLUGINS = (
-    "training/teacher.py", "training/texts.py", "training/auto.py", "training/served.py", "models/sharded.py",
-    "rewards/classifier.py", "gradients/distilled", "gradients/straight_through.py", "gradients/unrolled.py", "entropy",
-    "memory", "cli",
+    "training/teacher.py", "training/auto.py", "training/served.py", "models/sharded.py", "rewards/classifier.py",
+    "data/texts.py", "gradients/straight_through.py", "gradients/unrolled.py", "entropy", "memory", "cli",
 )  # fmt: skip
 TRAIN = """
 from grade import GradeConfig, GradeTrainer

@@ -12,7 +12,6 @@ from grade import toy_task
 from grade.cli import main as command_line
 from grade.data.prompts import load_prompts
 from grade.training.config import TrainConfig
-from grade.training.toy import toy_reviews
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = nbformat.read(ROOT / "notebooks/your_own_task.ipynb", as_version=4)
@@ -72,8 +71,6 @@ def project(tmp_path, monkeypatch):
     for name in ("prompts", "held_out"):
         rows = [{"prompt": f"The film {number} was", "answer": str(number)} for number in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    texts = [json.dumps({"text": review.text}) for review in toy_reviews(200, seed=7)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(texts))
     (tmp_path / "short.yaml").write_text(blocks("yaml")[0] + "report_to: none\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRADE_PROGRESS", "0")
@@ -88,7 +85,7 @@ def run(line, *more):
 
 def test_its_commands_run_one_after_the_other(project, capsys):
     trained = [line for line in COMMANDS if line[:2] == ["grade", "train"]]
-    assert len(trained) == 5
+    assert len(trained) == 4
     for line in trained:
         assert run(line, "--set", "max_steps=2") == 0, capsys.readouterr().err
     assert "this run has finished" in capsys.readouterr().out  # the last one is --resume of the first

@@ -25,7 +25,7 @@ HISTORY_ROWS = 10
     option("--rows", type=int, default=5, metavar="N", help="completions of each table (default: 5)"),
 )
 def _show(args: argparse.Namespace) -> None:
-    """Print a run's history, completions of one step with their rewards, and the tokens that the reward likes."""
+    """Print a run's history, and completions of one step with their rewards."""
     run = Path(args.run)
     history = _history(run)
     print(history.to_string(index=False, na_rep="", float_format="{:.4g}".format))
@@ -56,10 +56,6 @@ def _history(run: Path) -> pd.DataFrame:
 
 
 def _print_table(kind: str, step: int, table: pd.DataFrame, rows: int) -> None:
-    if kind == "tokens":
-        tokens = [f"{token!r} {value:+.2g}" for token, value in zip(table["token"], table["value"], strict=True)]
-        print(f"\nthe reward likes: {', '.join(tokens[:rows])}\ndislikes: {', '.join(tokens[::-1][:rows])}")
-        return
     parts = [name for name in table if name.startswith("rewards/")]
     shown = table[["prompt", "completion", "reward", *(parts if len(parts) > 1 else [])]].head(rows)
     width = max(20, (shutil.get_terminal_size().columns - 12 * (len(shown.columns) - 2)) // 2)

@@ -1,4 +1,4 @@
-"""Texts that a reward is distilled from before the policy has written any: read, cut, scored once.
+"""Texts that nobody need sample: read, cut into prompt and completion, scored with rewards.
 
 A text is a prompt with a completion. It comes from
 
@@ -23,8 +23,6 @@ from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_token
 from grade.models.sampling import generate
 from grade.results import progress
 
-LEAST = 8
-"""Texts, below which there is nothing to fit."""
 DRAWN = 64
 """Completions of the reference that are drawn at once."""
 WAIT = 3.0

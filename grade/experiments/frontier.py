@@ -42,15 +42,6 @@ def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
     return hull
 
 
-def mixed_reward(kl: Sequence[float], reward: Sequence[float], level: float) -> float:
-    """Highest reward of a mixture of two of a run's own policies, at KL of at most ``level``.
-
-    >>> mixed_reward([0, 4, 8], [0.5, 0.7, 0.8], 2), mixed_reward([0, 4, 8], [0.5, 0.7, 0.8], 9)
-    (0.6, 0.8)
-    """
-    return _mixed([(kl[i], reward[i]) for i in upper_hull(kl, reward)], level)
-
-
 def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str = "beta") -> pd.DataFrame:
     """The frontier itself, along a grid of levels: ``method``, ``kl``, ``reward`` (mean over seeds), ``low``, ``high``.
 
@@ -100,7 +91,7 @@ def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
     return float(points[-1][1])
 
 
-def paired_table(values: pd.DataFrame, references: Sequence[str], of: str = "subject") -> pd.DataFrame:
+def paired_table(values: pd.DataFrame, references: Sequence[str], of: str) -> pd.DataFrame:
     """Rewards of every method against each reference that was run, seed by seed (`intervals.paired`), by kind (``of``).
 
     Pairs that share fewer than two seeds are left out.

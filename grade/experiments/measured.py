@@ -83,11 +83,6 @@ def published_text(path: str | Path, revision: str = "HEAD") -> str | None:
     return show.stdout if show.returncode == 0 else None
 
 
-def kept_text(path: str | Path) -> str | None:
-    """A text file of results: as it is, or as git has it where a stage of the pipeline has removed it."""
-    return Path(path).read_text(encoding="utf-8") if Path(path).is_file() else published_text(path)
-
-
 class Tables(Mapping[str, Table]):
     """Tables by name: read from a folder of results, or measured when they are first asked for."""
 

@@ -26,9 +26,6 @@ _COLORS = {
     "ste_legacy": "#E69F00", "gumbel_legacy": "#56B4E9", "ste_trunk": "#AA4499", "gumbel_trunk": "#117733",
     # policy gradients
     "rloo": "#222222", "grpo": "#6A3D9A", "ppo": "#8C510A", "reinforce": "#7F7F7F", "remax": "#B8860B",
-    # rewards that are distilled
-    "offline": "#009E73", "auto_texts": "#0072B2", "auto_changes": "#56B4E9",
-    "distilled": "#A50026", "auto": "#DC267F", "plug_in": "#648FFF", "corrected": "#33A02C",
     # engines
     "replay": "#332288", "unrolled": "#666666", "checkpointed": "#882255",
     # what a byte is for: what a step adds is warm or dark, what is always there is grey or green
@@ -47,9 +44,8 @@ UNITS = {"GiB": GIB, "GB": 10**9}
 """Bytes of a binary and of a decimal gigabyte."""
 _MARKERS = dict(zip(
     ("ste", "gumbel", "gumbel_rao", "reinmax", "st", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
-     "rloo", "grpo", "ppo", "reinforce", "remax", "distilled", "auto", "plug_in", "corrected", "offline",
-     "auto_texts", "auto_changes", "replay", "unrolled", "checkpointed"),
-    "osv^pDPX<" "oshD^" "dD^v" "X*P" "h8p", strict=True,
+     "rloo", "grpo", "ppo", "reinforce", "remax", "replay", "unrolled", "checkpointed"),
+    "osv^pDPX<" "oshD^" "h8p", strict=True,
 ))  # fmt: skip
 _STYLE = {
     "figure.figsize": (6.4, 4.0),

@@ -6,8 +6,7 @@ order of the prompts and the noise.
 
 import math
 import multiprocessing
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,14 +16,12 @@ import pandas as pd
 import torch
 
 from grade.data.reviews import load_reviews, prompt_text
-from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.results import progress
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
-from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 from grade.training.run import RunResult, run_training
 from grade.training.toy import toy_task
@@ -58,14 +55,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reinmax": {"hops": 1, "tau_start": 2.0, "tau_end": 2.0},
     "rloo": {"num_generations": 4},
     "grpo": {"num_generations": 4, "scale_rewards": "group"},
-    "distilled": {"num_generations": 4},
 }
 """Settings of a method beside the shared ones: tau and hops as in Experiment 6, groups of 4, grpo as published."""
 
 SEARCH_PROMPTS = 512
 """Training prompts that no run trains on; the learning rates are chosen on them."""
-BATCH_ROWS = 64
-"""Completions that are sampled, and texts that are read, at once."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +99,6 @@ class Bench:
         """The reward that training sees: the toy task's own, or that in the folder ``run.reward``."""
         return load_reward(run.reward, backbone) if self.bases[run.policy] else self.loaded[run.policy].reward_model
 
-    def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """More columns of an evaluation, from its row of the history or from what was evaluated."""
-        return {}
-
     def ended(self, run: Run, task: Task, result: RunResult) -> dict[str, Any]:
         """More columns of the end of a run."""
         return {}
@@ -145,24 +135,17 @@ class Bench:
 def train_once(bench: Bench, run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Train and evaluate one run: a row per evaluation, the untrained policy first, and the last one with its end.
 
-    Step, samples, seconds of training alone, reward, gold (NaN without a judge), KL in nats per completion, and
-    `Bench.evaluated`; at the end `Bench.ended` too. No row, but a warning, where texts say too little of the reward.
+    Step, samples, seconds of training alone, reward, gold (NaN without a judge), KL in nats per completion; at the end
+    `Bench.ended` too.
     """
     config, task = run.config, bench.task(run)
-    try:
-        result = run_training(config, task)
-    except InputError as error:
-        if error.field != "texts":
-            raise
-        warnings.warn(f"{dict(run.names)}: {error}", stacklevel=2)
-        return [], {}
-    rows = []
+    result, rows = run_training(config, task), []
     for row in result.history:
         if row.get("val/reward_mean") is not None:
             figures = {key: row[key] for key in ("step", "samples", "seconds")}
             figures |= {"reward": row["val/reward_mean"], "gold": row.get("val/gold_mean", math.nan)}
             figures["kl"] = row["val/kl"] * config.max_completion_length
-            rows.append({**run.names, **figures, **bench.evaluated(run, row, result.evaluations[row["step"]])})
+            rows.append({**run.names, **figures})
     return rows, rows[-1] | bench.ended(run, task, result)
 
 
@@ -205,12 +188,3 @@ def split(train: Sequence[Any], held_out: Sequence[Any], on_search_prompts: bool
     """
     n = min(SEARCH_PROMPTS, len(train) // 2)
     return list(train[:-n]), list(train[-n:] if on_search_prompts else held_out)
-
-
-def judged_by(judge: GoldJudge) -> Callable[..., list[float]]:
-    """The gold judge as a function of text with TRL's signature: P(positive) of prompt and completion."""
-
-    def gold(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-        return judge.score([p + c for p, c in zip(prompts, completions, strict=True)]).tolist()
-
-    return gold

@@ -37,7 +37,7 @@ RELAXED: dict[str, Relaxed] = {name: Relaxed(name, "replay") for name in ESTIMAT
 }
 """The last two are the source document's: the whole graph of the rollout is kept."""
 POLICY_GRADIENTS: tuple[str, ...] = ("reinforce", "rloo", "remax", "grpo", "ppo")
-DISTILLED, OFFLINE, TEACHER, AUTO = "distilled", "offline", "teacher", "auto"
+TEACHER, AUTO = "teacher", "auto"
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,7 @@ METHODS: dict[str, Method] = {
     "remax": Method(f"{_POLICY_GRADIENT}:RemaxSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "grpo": Method(f"{_POLICY_GRADIENT}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "ppo": Method(f"{_POLICY_GRADIENT}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    DISTILLED: Method(
-        "grade.gradients.distilled.learner:DistilledSettings", "grade.gradients.distilled.learner:DistilledGradient"
-    ),
-    OFFLINE: Method(
-        "grade.gradients.distilled.offline:TextSettings", "grade.gradients.distilled.offline:OfflineGradient"
-    ),
-    TEACHER: Method("grade.training.teacher:TeacherMethodSettings", "grade.training.teacher:TeacherGradient"),
+    TEACHER: Method("grade.training.teacher:TeacherSettings", "grade.training.teacher:TeacherGradient"),
     AUTO: Method("grade.training.auto:AutoSettings"),
 }
 """Every method: name, settings, learner."""
@@ -108,10 +102,9 @@ class MethodConfig(Config):
 
     method: MethodName = Field(
         AUTO,
-        description="auto: chosen from the reward; distilled: gradients of a reward distilled from all completions so "
-        "far; offline: along scored texts, without samples of the policy; teacher: no reward, a teacher's "
-        f"distributions; {', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
-        f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward, as distilled does",
+        description="auto: chosen from the reward; teacher: no reward, a teacher's distributions; "
+        f"{', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
+        f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward",
     )
     max_completion_length: PositiveInt = Field(512, description="completion length T in tokens")
     min_completion_length: NonNegativeInt = Field(
@@ -215,7 +208,8 @@ def _all_settings() -> dict[str, type[Config]]:
 def _composed(cls: type[MethodConfig], method: str, capabilities: tuple[str, ...]) -> type[MethodConfig]:
     """A config class with the fields of a method and of capabilities."""
     paths = [METHODS[method].settings] if method in METHODS else []  # the field's own check refuses another name
-    parts = tuple(import_object(path) for path in paths + [CAPABILITIES[name] for name in capabilities])
+    paths += [CAPABILITIES[name] for name in capabilities]
+    parts = tuple(import_object(path) for path in dict.fromkeys(paths))
     kind = pydantic.create_model(cls.__name__, __base__=(*parts, cls), __module__=cls.__module__, __doc__=cls.__doc__)
     kind.base = cls
     return kind

@@ -17,7 +17,7 @@ from grade.models.head import EmbeddingTable
 from grade.models.policy import Policy
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values, scored_text
 
-ANY_REWARD = "distilled, reinforce, rloo, remax, grpo, ppo"
+ANY_REWARD = "reinforce, rloo, remax, grpo, ppo"
 """Methods that take any reward, for an error's text."""
 
 

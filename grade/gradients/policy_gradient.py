@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -184,8 +184,6 @@ class StepContext:
     microbatches: int  # microbatches per step, over all processes
     apply: Callable[[], object]  # takes an optimizer step with the current gradients
     total: Callable[[Tensor], Tensor] = lambda x: x  # sums a tensor over processes
-    gather: Callable[[list[Any]], list[Any]] = lambda x: x  # joins lists of all processes, in order of rank
-    rank: int = 0  # this process
     step: int = 0  # optimizer steps before this one
 
 
@@ -225,10 +223,6 @@ class Learner:
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` was taken."""
-
-    def liked_tokens(self) -> Tensor | None:
-        """What the method has found the reward to give each token [V], if it does."""
-        return None
 
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext

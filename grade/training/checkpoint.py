@@ -85,12 +85,12 @@ def save_checkpoint(trainer: Any) -> Path:
             torch.save(trainer.optimizer.state_dict(), new / OPTIMIZER_FILE)
             torch.save(trainer.lr_scheduler.state_dict(), new / SCHEDULER_FILE)
             state.save_to_json(str(new / LOG_FILE))
-            tensors = trainer.method.tensors() | (trainer.texts.tensors() if trainer.texts is not None else {})
-            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, new / LEARNER_FILE)
+            tensors = {name: value.detach().cpu().contiguous() for name, value in trainer.method.tensors().items()}
+            save_file(tensors, new / LEARNER_FILE)
             write_json(new / STATE_FILE, {
                 "settings": _settings(trainer), "seconds": trainer.seconds, "window": trainer.log_buffer.state(),
                 "evaluations": sorted(trainer.evaluations), "chosen": trainer.chosen, "means": trainer.method.means,
-                "kl_budget": trainer.steering and trainer.steering.budget.state(), "text_steps": trainer.text_steps,
+                "kl_budget": trainer.steering and trainer.steering.budget.state(),
             })  # fmt: skip
     trainer.accelerator.wait_for_everyone()
     return folder
@@ -127,10 +127,7 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
         table = trainer.table_path(f"eval_{step:05d}")
         if table.is_file():
             trainer.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
-    tensors = load_file(folder / LEARNER_FILE)
-    trainer.method.load_tensors(tensors)
-    if trainer.texts is not None:
-        trainer.texts.restore(tensors, saved["text_steps"])
+    trainer.method.load_tensors(load_file(folder / LEARNER_FILE))
     if trainer.steering is not None:
         trainer.steering.budget.restore(saved["kl_budget"])
 

@@ -193,11 +193,6 @@ class TrainConfig(GradeConfig):
     train_dataset: str = Field(
         "data/reviews/policy.jsonl", description="prompts: .jsonl, .csv, .parquet, or a Hugging Face id (id:split)"
     )
-    texts: Text = Field(
-        "",
-        description="distilled, offline: texts that the reward is distilled from before the first step: a file or hub "
-        "id with prompt and completion, or text; or reference:N, completions of the reference",
-    )
     eval_dataset: Text = Field("data/reviews/validation.jsonl", description="held-out prompts; empty for none")
     samples: NonNegativeInt = Field(8, description="completions before and after training that are kept as text")
 

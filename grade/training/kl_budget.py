@@ -5,28 +5,25 @@ lands on the schedule (a line search, as in Schulman et al. 2015, arXiv:1502.054
 instead of that from the last policy). The distance sqrt(KL) grows by the same amount in every step:
 ``B_s = target (s / S)^2`` for a policy that starts at the reference. Direction and moments are the optimizer's own.
 
-KL of one batch is about as noisy as the schedule's increments are large, so `KLBudget` filters it (a Kalman filter,
-errors pooled over batches), and the line search asks for growth: KL of the *same* completions before and after. The
-last step is scaled once more, along completions drawn for that, with what the filter then knows.
+KL of one batch is about as noisy as the schedule's increments are large, so the policy's KL is a running estimate: it
+grows as the step's completions say, and is averaged with what the next step's measure. The line search asks for growth
+too: KL of the *same* completions before and after. After the last step the adapter is scaled to the target once more,
+along `LANDING` completions drawn for that.
 
 A run that ends early, after step s, has the KL of ``B_s``. A policy beyond its budget stays where it is (c = 0), or
 goes to where KL is lowest on the line, until the schedule has caught up. One that is `FAR` beyond it is drawn back
 instead, towards the reference: the step's completions then have prefixes that it leaves, and along them KL falls while
 it grows elsewhere. One that is too slow even with `LONGEST` steps, or whose steps lower KL, stays below.
 
-Where a run began along texts (`grade.gradients.distilled.offline`), beta is near the value whose optimum has the
-target's KL. Steps are then only shortened, where they would go beyond the budget.
-
 Methods with several updates within a step (``passes_per_step``) make them all, and the change of the whole step is
-scaled. More of them gain nothing: `grpo` with four passes for one ends at the same reward at 5 nats (-0.002 +- 0.006,
-three seeds, tiny model, gold judge). Left out: landing each update. A step can be `LONGEST` times its length instead.
+scaled. Left out: landing each update. A step can be `LONGEST` times its length instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,43 +49,21 @@ LARGEST_LOG_RATIO = 3.0
 """Importance ratios are cut off there, both ways; where a step lands they are mostly far smaller."""
 FAR = 2.0
 """Times the budget, from which on a policy is drawn back. Noise of batches of 32 completions stays below 1.5."""
-SURPRISE = 6.0
-"""Standard errors between predicted and measured KL, from which on the prediction is dropped: a step went where its
-completions were not. Otherwise they stay below 4."""
-SHARE, SHARE_ERROR, LEAST_SHARE = 0.85, 0.15, 0.4
-"""Growth of the whole policy's KL over that of the step's completions: first guess, its error, least that is used."""
-
-
-LANDING = 64
+LANDING = 128
 """Completions on which the last step lands on the target."""
 
 
-class Measured(NamedTuple):
-    """KL in nats per completion of a number of them, and its standard error; after a step the error is the growth's."""
-
-    kl: float
-    error: float
-    number: int = 1
-
-
 class KLBudget:
-    """Which KL a step may use: a schedule, and a filtered value of the policy's KL.
-
-    Of every step, `wanted` takes what the step's completions measure before it, and `landed` what they measure after.
-    A gradient moves the policy most along the completions it was made of. So of their growth only a share counts, which
-    is filtered too: state (KL, share), predicted KL ``k (1 + share growth)``, measured by the next step's completions.
-    """
+    """Which KL a step may use: a schedule, and a running estimate of the policy's KL, in nats per completion."""
 
     def __init__(self, target: float, steps: int) -> None:
-        self.target, self.steps = target, steps  # KL after the last step, in nats per completion; S
+        self.target, self.steps = target, steps  # KL after the last step; S
         self.start: float | None = None  # KL before the first step
-        self.values = np.array([0.0, SHARE])  # the filtered KL of the current policy, and the share
-        self.covariance = np.diag([0.0, SHARE_ERROR**2])
-        self.spread = np.zeros(2)  # relative variances of one completion's KL, summed over completions; their number
+        self.kl = 0.0  # the estimate for the current policy
         self.scale = 1.0  # c of the last step that moved, the first guess of the next
 
     def after(self, step: int) -> float:
-        """B_s, the budget after step s = 1 to S, in nats per completion.
+        """B_s, the budget after step s = 1 to S.
 
         >>> budget = KLBudget(10.0, 20)
         >>> round(budget.after(10), 9), round(budget.after(20), 9)
@@ -97,69 +72,33 @@ class KLBudget:
         start = math.sqrt(self.start or 0.0)
         return (start + (math.sqrt(self.target) - start) * min(step / self.steps, 1.0)) ** 2
 
-    def wanted(self, step: int, measured: Measured) -> float:
+    def wanted(self, step: int, measured: float) -> float:
         """KL that the completions of step s should have after it, from what they measure before it.
 
-        Growth is asked for, not a level, as the batch's own level is noise; the level only where KL is 0.
+        They are to grow as the policy should: their own level is noise, and only counts where KL is 0.
         """
         if self.start is None:
-            self.start, self.values[0], self.covariance[0, 0] = measured.kl, measured.kl, measured.error**2
+            self.start = self.kl = measured
         else:
-            self.filter(measured)
-        budget, (kl, share) = self.after(step), self.values.tolist()
-        share = max(share, LEAST_SHARE)
-        if min(measured.kl, kl) > 0:
-            return max(0.0, measured.kl * (1 + (budget / kl - 1) / share))
-        return budget / share
-
-    def filter(self, measured: Measured) -> float:
-        """KL of the current policy, from what other completions measured so far and what these do.
-
-        Errors are relative to the filtered KL and pooled over all completions: a batch with few of the large values has
-        a small KL and a small error of its own, and would count for more.
-        """
-        if measured.kl > 0:
-            self.spread += measured.number * np.array([measured.number * (measured.error / measured.kl) ** 2, 1.0])
-        noise = self.values[0] ** 2 * self.spread[0] / max(self.spread[1], 1.0) / measured.number
-        if abs(measured.kl - self.values[0]) > SURPRISE * math.sqrt(self.covariance[0, 0] + noise) > 0:
-            self.values[0], self.covariance[0], self.covariance[:, 0] = measured.kl, 0.0, 0.0
-            self.covariance[0, 0] = measured.error**2
-        elif self.covariance[0, 0] + noise > 0:
-            gain = self.covariance[0] / (self.covariance[0, 0] + noise)
-            self.values += gain * (measured.kl - self.values[0])
-            self.covariance -= np.outer(gain, self.covariance[0])
-        return float(self.values[0])
+            self.kl = (self.kl + measured) / 2
+        budget = self.after(step)
+        return measured * budget / self.kl if min(measured, self.kl) > 0 else budget
 
     def exceeded(self, step: int) -> bool:
         """Whether the policy, before step s, is `FAR` beyond the budget after it."""
-        return self.values[0] > FAR * self.after(step)
+        return self.kl > FAR * self.after(step)
 
-    def landed(self, scale: float, before: Measured, after: Measured) -> None:
-        """The step was scaled by c, and its completions went from one KL to another."""
-        if scale == 0:
-            return
-        kl, share = self.values.tolist()
-        self.scale = scale
-        if min(before.kl, kl) > 0:
-            growth = after.kl / before.kl - 1
-            slope = np.array([[1 + share * growth, kl * growth], [0.0, 1.0]])
-            self.covariance = slope @ self.covariance @ slope.T
-            self.covariance[0, 0] += (kl * after.error / before.kl) ** 2
-            self.values[0] = kl * (1 + share * growth)
-        else:
-            self.values[0] = share * after.kl
-            self.covariance[0] = self.covariance[:, 0] = 0.0
-            self.covariance[0, 0] = after.error**2 + (SHARE_ERROR * after.kl) ** 2
+    def landed(self, before: float, after: float) -> None:
+        """A step took its completions from one KL to another."""
+        self.kl = self.kl * after / before if before > 0 else after
 
     def state(self) -> dict[str, Any]:
         """Plain values for `restore`."""
-        return {"start": self.start, "scale": self.scale, "values": self.values.tolist(),
-                "covariance": self.covariance.tolist(), "spread": self.spread.tolist()}  # fmt: skip
+        return {"start": self.start, "kl": self.kl, "scale": self.scale}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
-        self.start, self.scale = state["start"], state["scale"]
-        self.values, self.covariance, self.spread = (np.array(state[k]) for k in ("values", "covariance", "spread"))
+        self.start, self.kl, self.scale = state["start"], state["kl"], state["scale"]
 
 
 class KLSteering:
@@ -169,11 +108,7 @@ class KLSteering:
 
     def __init__(self, backbone: Backbone, config: MethodConfig, total: Callable[[Tensor], Tensor]) -> None:
         self.backbone, self.config, self.total = backbone, config, total
-        self.begin(0)
-
-    def begin(self, steps: int) -> None:
-        """Start the schedule after so many steps along texts."""
-        self.budget = KLBudget(self.config.target_kl, self.config.max_steps - steps)
+        self.budget = KLBudget(config.target_kl, config.max_steps)
 
     def before_step(self) -> None:
         """Remember the adapter at the step's start; its completions are added to none."""
@@ -185,52 +120,48 @@ class KLSteering:
         half = slice(None, None, 2)
         self.completions.append((prompts[half], ids[half], mask[half]))
 
-    def after_update(self, step: int, at_most: bool = False) -> dict[str, Tensor]:
-        """Scale the change of step s = 1 to S; figures for the log. ``at_most``: it is only shortened."""
+    def after_update(self, step: int) -> dict[str, Tensor]:
+        """Scale the change of step s = 1 to S; figures for the log."""
         policy, budget = self.backbone.trainable_parameters(), self.budget
         least, most = self.config.min_completion_length, self.config.max_completion_length
         with restoring(policy):
             set_values(policy, self.before)
             batch = BatchKL(self.backbone, self.completions, least, most, self.total)
         wanted = budget.wanted(step, batch.start)
-        if budget.exceeded(step):
+        if budget.exceeded(step):  # the step is not taken, and the next one begins with its own length
             set_values(policy, self.before)
-            landed = scale_adapter(self.backbone, batch, float(budget.values[0]), budget.after(step), TOLERANCE)
-            scale = 0.0  # the step is not taken, and the next one begins with its own length
-            budget.landed(1.0, batch.start, landed)
+            landed = scale_adapter(self.backbone, batch, budget.after(step) / budget.kl, TOLERANCE)
+            scale, budget.scale = 0.0, 1.0
         else:
-            first = 1.0 if at_most else budget.scale
-            scale, landed = scale_step(policy, self.before, batch.start, wanted, batch.measure, first, at_most)
-            budget.landed(scale, batch.start, landed)
+            scale, landed = scale_step(policy, self.before, batch.start, wanted, batch.measure, budget.scale)
+            budget.scale = scale or budget.scale
+        budget.landed(batch.start, landed)
         # In double, as KL is: the mean of two processes is then that of one to the last digits.
         figures = {"kl_budget": budget.after(step), "kl_scale": scale}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 
     def land(self, batch: BatchKL) -> None:
         """Scale the adapter to the target, on completions drawn for that."""
-        scale_adapter(self.backbone, batch, self.budget.filter(batch.start), self.config.target_kl, LAST_TOLERANCE)
+        scale_adapter(self.backbone, batch, self.config.target_kl / max(batch.start, 1e-12), LAST_TOLERANCE)
 
 
-def scale_adapter(backbone: Backbone, batch: BatchKL, kl: float, target: float, tolerance: float) -> Measured:
-    """Scale an adapter from ``kl`` to the target's KL, on a batch of completions; what they measure then."""
+def scale_adapter(backbone: Backbone, batch: BatchKL, growth: float, tolerance: float) -> float:
+    """Scale an adapter so that KL of a batch of completions is ``growth`` times what it was; that KL."""
     scaled = [p for name, p in backbone.peft.named_parameters() if "lora_B" in name and p.requires_grad]
-    growth = target / max(kl, 1e-12)
-    zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * batch.start.kl, min(growth**0.5, 1.5)
-    return scale_step(scaled, zeros, Measured(0.0, 0.0), wanted, batch.measure, first, tolerance=tolerance)[1]
+    zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * batch.start, min(growth**0.5, 1.5)
+    return scale_step(scaled, zeros, 0.0, wanted, batch.measure, first, tolerance)[1]
 
 
 @torch.no_grad()
 def scale_step(
-    parameters: Sequence[Tensor], before: Sequence[Tensor], start: Measured, wanted: float,
-    measure: Callable[[], Measured], first: float = 1.0, at_most: bool = False,
-    tolerance: float = TOLERANCE,
-) -> tuple[float, Measured]:  # fmt: skip
+    parameters: Sequence[Tensor], before: Sequence[Tensor], start: float, wanted: float,
+    measure: Callable[[], float], first: float = 1.0, tolerance: float = TOLERANCE,
+) -> tuple[float, float]:  # fmt: skip
     """Move parameters to ``before + c (parameters - before)``, in place, with the KL that is wanted.
 
-    ``start`` was measured at ``before``; ``measure`` does so at the parameters' current values. The first c that is
-    tried is taken if KL is ``at_most`` what is wanted; the search ends at a relative error of ``tolerance``. If more KL
-    is wanted and it falls along the line, the step is taken as it is (c = 1). Returns c in [0, `LONGEST`] and what was
-    measured there.
+    ``start`` is KL at ``before``; ``measure`` gives that at the parameters' current values. ``first`` is the first c
+    that is tried; the search ends at a relative error of ``tolerance``. If more KL is wanted and it falls along the
+    line, the step is taken as it is (c = 1). Returns c in [0, `LONGEST`] and KL there.
     """
     change = [p - b for p, b in zip(parameters, before, strict=True)]
     points, scale = {0.0: start}, first
@@ -238,17 +169,16 @@ def scale_step(
         if any(abs(scale - c) <= SAME * max(c, scale) for c in points):
             break
         set_values(parameters, [b + scale * d for b, d in zip(before, change, strict=True)])
-        measured = measure()
-        if not math.isfinite(measured.kl):  # logits overflow so far away
+        kl = measure()
+        if not math.isfinite(kl):  # logits overflow so far away
             scale /= 8
             continue
-        points[scale] = measured
-        below = at_most and scale == first and measured.kl < wanted
-        if below or abs(measured.kl - wanted) <= tolerance * wanted:
-            return scale, measured
-        scale = _next({c: measured.kl for c, measured in points.items()}, wanted)
-    scale = min(points, key=lambda c: abs(points[c].kl - wanted))
-    scale = 1.0 if scale == 0 and wanted > start.kl else scale
+        points[scale] = kl
+        if abs(kl - wanted) <= tolerance * wanted:
+            return scale, kl
+        scale = _next(points, wanted)
+    scale = min(points, key=lambda c: abs(points[c] - wanted))
+    scale = 1.0 if scale == 0 and wanted > start else scale
     set_values(parameters, [b + scale * d for b, d in zip(before, change, strict=True)])
     return scale, points[scale] if scale in points else measure()
 
@@ -299,18 +229,14 @@ class BatchKL:
         with torch.no_grad(), backbone.reference():
             self.reference = [predicting_hidden(backbone, prompts, ids) for prompts, ids, _ in completions]
         each, self.logps = self._terms()
-        kl, self.residuals = self._mean(each, torch.ones_like(each))
-        number = self.total(torch.tensor(len(each), device=each.device))
-        self.start = Measured(kl, self._error(self.residuals), int(number))
+        self.start = self._mean(each, torch.ones_like(each))
 
-    def measure(self) -> Measured:
+    def measure(self) -> float:
         """KL under the current policy."""
         each, logps = self._terms()
         ratio = logps - self.logps
         prefix = (ratio.cumsum(1) - ratio).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        kl, residuals = self._mean(each, prefix.exp())
-        growth = kl / self.start.kl if self.start.kl > 0 else 0.0
-        return Measured(kl, self._error(residuals - growth * self.residuals))
+        return self._mean(each, prefix.exp())
 
     @torch.no_grad()
     def _terms(self) -> tuple[Tensor, Tensor]:
@@ -325,14 +251,7 @@ class BatchKL:
             logps.append(F.pad(terms.double(), missing))
         return torch.cat(kl), torch.cat(logps)
 
-    def _mean(self, values: Tensor, weights: Tensor) -> tuple[float, Tensor]:
-        """``sum_t`` of the weighted means of values [n, T], and how far each completion is from it [n]."""
-        sums = self.total(torch.stack([weights.sum(0), (weights * values).sum(0), torch.ones_like(weights).sum(0)]))
-        means = sums[1] / sums[0]
-        residuals = (weights * (values - means) * sums[2] / sums[0]).sum(1)
-        return max(float(means.sum()), 0.0), residuals  # rounding may leave less; NaN stays
-
-    def _error(self, residuals: Tensor) -> float:
-        """Standard error of a mean from the deviations of this process's completions [n]."""
-        squares, count = self.total(torch.stack([residuals.square().sum(), residuals.new_tensor(len(residuals))]))
-        return float((squares / count / (count - 1).clamp(min=1)).sqrt())
+    def _mean(self, values: Tensor, weights: Tensor) -> float:
+        """``sum_t`` of the weighted means of values [n, T]."""
+        weighted, total = self.total(torch.stack([(weights * values).sum(0), weights.sum(0)]))
+        return max(float((weighted / total).sum()), 0.0)  # rounding may leave less; NaN stays

@@ -1,4 +1,4 @@
-"""What a run logs: figures and completions since the last row, rows of ``history.csv``, the tokens that a reward likes.
+"""What a run logs: figures and completions since the last row, and rows of ``history.csv``.
 
 `history_rows` is not a ``pandas.DataFrame(log_history)``: pandas makes floats of integers with gaps, and 64 is written
 as 64.0.
@@ -26,15 +26,12 @@ from grade.training.evaluate import MEANS, Evaluation
 if TYPE_CHECKING:
     from grade.rewards.rewards import Scores
 
-SHOWN = 20
-"""Tokens at either end of `token_table`."""
 FIGURES = ("reward", "kl", "loss", "tau", "grad_norm", "residual", "completions/mean_length", "learning_rate")
 """Of the Trainer's log, in ``history.csv`` as ``train/<name>`` or as in `RENAMED`."""
 METHOD_FIGURES = (
-    "clip_fraction", "value_loss", "beta", "kl_budget", "kl_scale", "residual_weight", "sampler/mean_ratio",
-    "sampler/largest_difference",
+    "clip_fraction", "value_loss", "kl_budget", "kl_scale", "sampler/mean_ratio", "sampler/largest_difference",
 )  # fmt: skip
-"""Those that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
+"""Those that only some methods or settings have."""
 _RESERVED = {
     "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "step", "step_time", "seconds", "epoch", "num_samples"},
     "log_extra": {"prompt", "completion", "reward"},
@@ -125,36 +122,13 @@ class LogBuffer:
         self.rows = state["rows"]
 
 
-def token_table(tokenizer: Any, values: Tensor | None, counts: Tensor) -> pd.DataFrame:
-    """The `SHOWN` tokens that a reward likes most and least, from values [V], if there are any, and counts [V].
-
-    Only tokens that were counted are listed: a fit extrapolates to others. Columns are rank (1 is liked most, -1
-    least), token, id, value (the change of a completion's reward by one token, less its mean over those tokens) and
-    count.
-    """
-    columns = ["rank", "token", "id", "value", "count"]
-    if values is None:
-        return pd.DataFrame(columns=columns)
-    values = values.double().cpu()
-    values = values - (values * counts).sum() / counts.sum()
-    seen = (counts > 0).nonzero().flatten()
-    order = seen[values[seen].argsort(descending=True)].tolist()
-    ends = [(rank + 1, i) for rank, i in enumerate(order[:SHOWN])]
-    least = order[max(SHOWN, len(order) - SHOWN) :]
-    ends += [(rank - len(least), i) for rank, i in enumerate(least)]
-    rows = [(rank, tokenizer.decode([i]), i, float(values[i]), int(counts[i])) for rank, i in ends]
-    return pd.DataFrame(rows, columns=columns)
-
-
 def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of ``history.csv`` from a Trainer's ``log_history``: each step's figures, with its evaluation's."""
     table: dict[int, dict[str, Any]] = {}
     for logged in log_history:
         if "loss" in logged:
             row = {"step": logged["step"], "samples": logged["num_samples"], "seconds": logged["seconds"]}
-            # Sorted, as rows of a checkpoint are.
             own = [name for name in METHOD_FIGURES if name in logged]
-            own += [name for name in sorted(logged) if name.startswith("distilled/")]
             row |= {f"train/{RENAMED.get(name, name)}": logged.get(name) for name in (*FIGURES, *own)}
             row["train/seconds"] = logged["step_time"]
         elif "eval_reward" in logged:
@@ -186,10 +160,8 @@ class Lines(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the line, above the bar."""
         row = logs or {}
-        own = ("beta", "distilled/own_kl", "distilled/own_reward")
-        names = ("reward", "kl", "grad_norm", *own, "eval_reward", "eval_gold", "eval_kl")
-        shown = {name.removeprefix("distilled/"): row[name] for name in names if row.get(name) is not None}
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        names = ("reward", "kl", "grad_norm", "eval_reward", "eval_gold", "eval_kl")
+        figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
         if not figures or not state.is_world_process_zero:
             return
         seconds = "" if timeless() else f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11

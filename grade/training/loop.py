@@ -26,7 +26,6 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
@@ -35,7 +34,7 @@ from transformers.trainer_utils import TrainOutput
 
 from grade.errors import InputError
 from grade.files import atomic, write_text
-from grade.gradients.methods import AUTO, METHODS, OFFLINE, TEACHER
+from grade.gradients.methods import AUTO, METHODS, TEACHER
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, StepContext
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
@@ -48,7 +47,7 @@ from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.kl_budget import BatchKL, KLSteering
 from grade.training.load import make_policy, place_policy
-from grade.training.logs import Lines, LogBuffer, token_table
+from grade.training.logs import Lines, LogBuffer
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -59,8 +58,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TEXTS = "grade.training.texts:TextPhase"
-"""Steps along scored texts."""
 SAMPLER = "grade.training.served:StepSampler"
 """Completions from another sampler."""
 TEACHER_REWARD = "grade.training.teacher:add_teacher"
@@ -85,9 +82,6 @@ class GradeTrainer:
         optimizers: Optimizer of the adapter's parameters and its schedule; None: AdamW and ``lr_scheduler_type``.
         peft_config: LoRA settings; None: this project's defaults (rank 16, attention).
         judge: Scores texts in evaluations only; training never sees it.
-        texts: Texts that the reward is distilled from before training (`grade.data.texts`): rows with ``prompt`` and
-            ``completion``, or ``text``; a file or hub id; or ``reference:N``. They are scored once. With method
-            `teacher` those of the steps that ``lmbda`` leaves.
         teacher: A model in place of ``args.teacher``. Without rewards it is what is learned, with method `teacher`.
 
     Attributes:
@@ -115,7 +109,6 @@ class GradeTrainer:
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         peft_config: LoraConfig | None = None,
         judge: GoldJudge | None = None,
-        texts: Any = None,
         teacher: PreTrainedModel | str | None = None,
     ) -> None:
         if args is None:
@@ -132,7 +125,7 @@ class GradeTrainer:
             rewards = make_rewards(
                 reward_funcs, self.backbone, config.reward_weights, reward_processing_classes, config.reward_scope
             )
-        self.config = config = self._with_method(config, rewards, texts, teacher)
+        self.config = config = self._with_method(config, rewards, teacher)
         self.train_dataset = self._checked_rows(train_dataset, "train_dataset")
         self.eval_dataset, self.judge = eval_dataset, judge
         sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
@@ -140,7 +133,7 @@ class GradeTrainer:
             self._checked_rows(rows, name)
         terms = ()
         if teacher is not None:
-            rewards, *terms = import_object(TEACHER_REWARD)(self, teacher, rewards, texts is not None)
+            rewards, *terms = import_object(TEACHER_REWARD)(self, teacher, rewards)
         self.rewards = rewards
         self.objective = Objective(rewards, config.beta, config.reward_scope, terms)
         if config.relaxed:
@@ -148,17 +141,12 @@ class GradeTrainer:
             self.objective.require_gradient(config.method)
         self.method = import_object(METHODS[config.method].learner)(config, self.backbone)
         self.sampler = import_object(SAMPLER)(config) if hasattr(config, "sampler") else None
-        self.texts = None
-        if texts is not None or (config.method == OFFLINE and train_dataset is not None):
-            self.texts = import_object(TEXTS)(self, texts)
-        rows = self.train_dataset if self.texts is None else self.texts.training_rows(self.train_dataset)
-        self.rows = 0 if rows is None else len(rows)
+        self.rows = 0 if self.train_dataset is None else len(self.train_dataset)
         if config.max_steps < 0 and self.rows:
             per_step = config.batch_prompts * config.microbatches
             config = config.replace(max_steps=math.ceil(config.num_train_epochs * self.rows / per_step))
         self.config, self.args = config, config.training_arguments
-        budgeted = config.target_kl is not None and config.method != OFFLINE
-        self.steering = KLSteering(self.backbone, config, self._sum) if budgeted else None
+        self.steering = None if config.target_kl is None else KLSteering(self.backbone, config, self._sum)
         self.accelerator = Accelerator(cpu=config.use_cpu)
         self.log_buffer = LogBuffer(self.backbone.tokenizer if config.log_completions else None)
         self.evaluations: dict[int, Evaluation] = {}
@@ -174,14 +162,10 @@ class GradeTrainer:
         )  # fmt: skip
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
-    def _with_method(self, config: GradeConfig, rewards: Any, texts: Any, teacher: Any) -> GradeConfig:
+    def _with_method(self, config: GradeConfig, rewards: Any, teacher: Any) -> GradeConfig:
         """The settings with the method that ``auto`` stands for."""
         if config.method == AUTO:
-            choose = import_object("grade.training.auto:choose_method")
-            if rewards is None:
-                method, why = TEACHER, "there is a teacher and no reward, so the value of every token is known"
-            else:
-                method, why = choose(config, rewards, texts is not None, teacher is not None)
+            method, why = import_object("grade.training.auto:choose_method")(config, rewards, teacher is not None)
             config = config.replace(method=method)
             self.choose("method", f"{method}: {why}")
         if config.method == TEACHER and teacher is None:
@@ -293,8 +277,6 @@ class GradeTrainer:
             is_local_process_zero=self.args.local_process_index == 0, is_world_process_zero=main,
         )  # fmt: skip
         self.control = TrainerControl()
-        if self.texts is not None:
-            self.texts.begin(resumed=checkpoint is not None)
         if checkpoint is not None:
             load_checkpoint(self, Path(checkpoint))
         self.state.compute_steps(self.args, self.config.max_steps)
@@ -307,33 +289,24 @@ class GradeTrainer:
         """Sample completions of a step, have them scored, add their gradient, and update."""
         config, step, start = self.config, self.state.global_step + 1, time.perf_counter()
         self.rewards.trainer_state, self.rewards.recorded = self.state, []
-        along = self.texts is not None and self.texts.is_text_step(step)
-        method = self.texts.method if along else self.method
         if self.steering is not None:
             self.steering.before_step()
         microbatches = [
             self._microbatch(step, number * config.world_size + config.process_index)
             for number in range(config.gradient_accumulation_steps)
         ]
-        context = StepContext(
-            config.microbatches, lambda: self._update(method), self._sum, gather_object, config.process_index, step - 1
-        )
-        parts = method.step(microbatches, self.objective, context)
-        self._note(method, parts, microbatches)
+        context = StepContext(config.microbatches, self._update, self._sum, step - 1)
+        parts = self.method.step(microbatches, self.objective, context)
+        self._note(parts, microbatches)
         self._check_weights(step)
-        if self.steering is not None and not along:
-            shorten = self.texts is not None and self.texts.shortens
-            self.log_buffer.add(self.steering.after_update(step - self.text_steps, at_most=shorten))
-            if self.texts is not None:
-                self.texts.follow(self.steering)
+        if self.steering is not None:
+            self.log_buffer.add(self.steering.after_update(step))
         self.lr_rate = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
         self.state.global_step, self.state.epoch = step, self.passes(step)
-        if along:
-            self.texts.after_step(parts, microbatches)
-        elif self.steering is not None and step == config.max_steps:
-            self.steering.land(self.sample_policy(self.steering.landing)[1])
+        if self.steering is not None and step == config.max_steps:
+            self.steering.land(self._fresh_batch(self.steering.landing))
         self.log_buffer.add({"step_time": time.perf_counter() - start})
         self.seconds += time.perf_counter() - start
 
@@ -347,17 +320,10 @@ class GradeTrainer:
         """The policy as PEFT's model."""
         return self.backbone.peft
 
-    @property
-    def text_steps(self) -> int:
-        """Steps along texts, before those with own completions."""
-        return 0 if self.texts is None else self.texts.steps
-
     def _microbatch(self, step: int, number: int) -> Microbatch:
         """Prompts of microbatch ``number`` of a step with the generator for their completions, or completions."""
         seed = np.random.SeedSequence([self.config.seed, step, number]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        if self.texts is not None and (completions := self.texts.microbatch(step, number)) is not None:
-            return completions
         rows = self.row_numbers(step, number, self.config.batch_prompts)
         prompts = self.encode([self.train_dataset[i] for i in rows])
         if self.sampler is None:
@@ -366,7 +332,7 @@ class GradeTrainer:
         self.log_buffer.add(figures)
         return completions
 
-    def _update(self, method: Any) -> None:
+    def _update(self) -> None:
         """Sum gradients over processes, clip them, and take an optimizer step."""
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         have = self._sum(torch.tensor([float(p.grad is not None) for p in weights], device=self.config.device))
@@ -377,7 +343,7 @@ class GradeTrainer:
         # Each by itself: a value head must not change the policy's step.
         norms = [
             torch.nn.utils.clip_grad_norm_(part, limit)
-            for part in (self.backbone.trainable_parameters(), method.parameters())
+            for part in (self.backbone.trainable_parameters(), self.method.parameters())
         ]
         for norm in norms:
             if not torch.isfinite(norm):
@@ -394,7 +360,7 @@ class GradeTrainer:
             allowed = f"a smaller one: weights are not finite after step {step}"
             raise InputError("learning_rate", self.config.learning_rate, allowed)
 
-    def _note(self, method: Any, parts: list[GradientStep], microbatches: list[Microbatch]) -> None:
+    def _note(self, parts: list[GradientStep], microbatches: list[Microbatch]) -> None:
         """Put a step's results into the log."""
         # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
         recorded = self.rewards.recorded
@@ -405,7 +371,7 @@ class GradeTrainer:
             self.log_buffer.add_step(part, prompts, values)
             if self.steering is not None:
                 self.steering.add(prompts, part.completion_ids, part.completion_mask)
-        for name, values in method.figures.items():
+        for name, values in self.method.figures.items():
             for value in values:
                 self.log_buffer.add({name: value})
 
@@ -421,19 +387,15 @@ class GradeTrainer:
             mean = mean / having
         return float(mean)
 
-    def sample_policy(self, number: int) -> tuple[Completions, BatchKL]:
-        """Completions of the policy for prompts drawn anew, the same on all processes, and their KL."""
+    def _fresh_batch(self, number: int) -> BatchKL:
+        """KL along completions for prompts drawn anew, the same on all processes."""
         config = self.config
         rng = np.random.default_rng([config.seed, 2, self.state.global_step])
-        rows = self.train_dataset if self.train_dataset is not None else self.texts.rows
-        prompts = self.encode([rows[int(i)] for i in rng.choice(len(rows), number)])
+        prompts = self.encode([self.train_dataset[int(i)] for i in rng.choice(self.rows, number)])
         generator = torch.Generator(self.backbone.device).manual_seed(int(rng.integers(2**31)))
         least = config.min_completion_length
-        ids, mask = generate(
-            self.backbone, prompts, config.max_completion_length, generator, min_new_tokens=least
-        )
-        completions = Completions(prompts, ids, mask)
-        return completions, BatchKL(self.backbone, [(prompts, ids, mask)], least)
+        ids, mask = generate(self.backbone, prompts, config.max_completion_length, generator, min_new_tokens=least)
+        return BatchKL(self.backbone, [(prompts, ids, mask)], least)
 
     # ---- log, evaluation, checkpoints ----
     def _log_evaluate_save(self) -> None:
@@ -468,10 +430,7 @@ class GradeTrainer:
     @property
     def samples(self) -> int:
         """Completions of the policy that the run has drawn so far."""
-        step = self.state.global_step
-        drawn = step if self.texts is None else self.texts.steps_with_samples(step)
-        texts = 0 if self.texts is None else self.texts.samples
-        return drawn * self.config.microbatches * self.config.batch_completions + texts
+        return self.state.global_step * self.config.microbatches * self.config.batch_completions
 
     def passes(self, steps: int) -> float:
         """Passes over the prompts in so many steps."""
@@ -520,9 +479,6 @@ class GradeTrainer:
         if metric_key_prefix == "eval":
             self.evaluations[step] = evaluation
         self.write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
-        method = self.texts.method if self.texts is not None and self.texts.is_text_step(max(step, 1)) else self.method
-        if (liked := method.liked_tokens()) is not None:
-            self.write_table(f"tokens_{step:05d}", token_table(self.backbone.tokenizer, liked, method.token_counts()))
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(config.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         self.log(dict(metrics))

@@ -142,8 +142,7 @@ def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str,
         [{"prompt": p} for p in given] if len(given) and isinstance(given[0], str) else given or None
         for given in (prompts, task.validation_prompts)
     )
-    texts = config.texts or None if train else None  # an evaluation reads none
-    return GradeTrainer(task.backbone, task.reward_model, args, train, held_out, judge=task.judge, texts=texts)
+    return GradeTrainer(task.backbone, task.reward_model, args, train, held_out, judge=task.judge)
 
 
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:

@@ -10,10 +10,10 @@
 an instruction, an example. With ``base`` this is context distillation (Snell et al. 2022, arXiv:2209.15189).
 
 **Alone** (method `teacher`) a step descends ``g = mean_b mean_t grad D_t`` with the divergence ``D_t`` of the policy
-from the teacher (`jensen_shannon`) at the positions of given completions: the policy's own (on-policy distillation,
-GKD; Agarwal et al. 2024, arXiv:2306.13649), given text, or steps of both kinds. For the reverse KL this is the
-all-action gradient with the values ``s_t(v) = log q(v | y_<t) - log pi(v | y_<t)``, up to their mean. What a token
-changes for the divergence of later ones is left out, as in TRL.
+from the teacher (`jensen_shannon`) at the positions of the policy's own completions (on-policy distillation, GKD;
+Agarwal et al. 2024, arXiv:2306.13649). For the reverse KL this is the all-action gradient with the values
+``s_t(v) = log q(v | y_<t) - log pi(v | y_<t)``, up to their mean. What a token changes for the divergence of later ones
+is left out, as in TRL.
 
 **Beside rewards** R has ``-w mean_t D_t`` as one of its parts, and its gradient is exact: the score function's term
 through R, and D's own at each position.
@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -90,23 +90,6 @@ class TeacherSettings(Config):
         if "reward" in cls.model_fields and values.get("teacher") and values.get("reward") is None:
             return {**values, "reward": []}
         return values
-
-
-class TeacherMethodSettings(TeacherSettings):
-    """Settings of the method `teacher`."""
-
-    lmbda: Annotated[float, Field(ge=0, le=1)] = Field(
-        1.0, description="share of steps along own completions, as in TRL; the others are along texts"
-    )
-    most_texts: Annotated[int, Field(ge=8)] = Field(
-        8192, description="texts at most: the first rows, or windows of whole texts"
-    )
-
-    @pydantic.model_validator(mode="after")
-    def _check_texts(self) -> Self:
-        if self.lmbda < 1 and getattr(self, "target_kl", None) is not None:
-            raise InputError("lmbda", self.lmbda, "1 with a target_kl, which is of own completions")
-        return self
 
 
 class TeacherGradient(Learner):
@@ -345,20 +328,13 @@ def _check_vocabulary(base: FrozenBase, policy: Backbone) -> None:
 
 
 def add_teacher(
-    trainer: GradeTrainer, given: str | PreTrainedModel, rewards: Rewards | None, texts: bool
-) -> tuple[Rewards, Teacher]:
-    """The sum of a trainer's rewards, if there are any, and of a teacher's, and the teacher as a term of the objective.
-
-    ``texts``: whether there are texts to train along.
-    """
+    trainer: GradeTrainer, given: str | PreTrainedModel, rewards: Rewards | None
+) -> tuple[Rewards, Teacher]:  # fmt: skip
+    """The sum of a trainer's rewards, if any, and of a teacher's; and the teacher as a term of the objective."""
     config = trainer.config
-    alone, settings = config.method == TEACHER, config if hasattr(config, "teacher_beta") else TeacherSettings()
-    if alone and texts == (config.lmbda == 1):
-        raise InputError("lmbda", config.lmbda, "below 1 with texts" if texts else "1 without texts")
-    if alone and rewards is not None:
+    settings = config if isinstance(config, TeacherSettings) else TeacherSettings()
+    if config.method == TEACHER and rewards is not None:
         raise InputError("method", TEACHER, "a policy gradient or auto beside rewards, of which it reads none")
-    if texts and not alone:
-        raise InputError("texts", "given", "none beside a teacher and rewards: a divergence is not one of the text's")
     encode = partial(encode_examples, trainer.backbone.tokenizer, **trainer.reading | {"max_prompt_length": None})
     teacher = make_teacher(
         given, trainer.backbone, weight=settings.teacher_weight, beta=settings.teacher_beta,

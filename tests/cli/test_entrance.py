@@ -9,7 +9,7 @@ import sys
 import tomllib
 
 import pytest
-from conftest import save_texts, save_toy_base
+from conftest import save_toy_base
 from imports import ROOT
 
 import grade
@@ -47,7 +47,6 @@ def test_the_wheel_is_the_library_and_runs_the_readme_without_a_checkout(tmp_pat
         return subprocess.run(command, env=environment, cwd=empty, capture_output=True, text=True)
 
     save_toy_base(empty / "models/backbone")  # in place of SmolLM2
-    save_texts(empty / "data/reviews/policy.jsonl")
     (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     trained = run("-c", snippet + "\nimport grade\nprint(grade.__file__)")
     assert trained.returncode == 0 and trained.stdout.endswith(f"{installed}/grade/__init__.py\n"), trained.stderr

@@ -6,11 +6,9 @@ from grade.errors import InputError
 from grade.gradients.methods import METHODS, TEACHER, MethodConfig
 from grade.gradients.policy_gradient import POLICY_GRADIENT_METHODS
 
-OWN = {"hops": 3, "residual_weight": 0.5, "epsilon": 0.1, "gamma": 0.9, "baseline_momentum": 0.5}
+OWN = {"hops": 3, "epsilon": 0.1, "gamma": 0.9, "baseline_momentum": 0.5}
 HAVING = {
-    "hops": lambda m: m in METHODS and m not in (*POLICY_GRADIENT_METHODS, "distilled", "offline", TEACHER, "auto")
-    and not m.endswith("_legacy"),
-    "residual_weight": lambda m: m in ("distilled", "auto"),
+    "hops": lambda m: m not in (*POLICY_GRADIENT_METHODS, TEACHER, "auto") and not m.endswith("_legacy"),
     "epsilon": lambda m: m in ("grpo", "ppo", "auto"),
     "gamma": lambda m: m == "ppo",
     "baseline_momentum": lambda m: m == "reinforce",
@@ -36,8 +34,7 @@ def test_a_setting_that_a_method_does_not_have_is_refused_and_left_out_of_a_shar
      ({"method": "grpo", "epsilonn": 1}, "epsilonn: got 'epsilonn'; allowed: a known key .did you mean 'epsilon'"),
      ({"method": "grpo", "epsilon": "a"}, "epsilon: got 'a'; allowed: a valid number"),
      ({"method": "grpo", "num_generations": 1}, "num_generations: got 1; allowed: greater than or equal to 2"),
-     ({"min_completion_length": 9, "max_completion_length": 8}, "min_completion_length: got 9; allowed: at most"),
-     ({"method": "distilled", "distil_window": 8}, "distil_window: got 8; allowed: at least 16")],
+     ({"min_completion_length": 9, "max_completion_length": 8}, "min_completion_length: got 9; allowed: at most")],
 )  # fmt: skip
 def test_bad_values_are_one_line(values, message):
     with pytest.raises(InputError, match=message):

@@ -10,7 +10,6 @@ from models.test_all_action import HEADS, make_head, randn
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
-from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, StepContext
@@ -92,17 +91,13 @@ def test_beside_a_reward_the_expected_gradient_has_the_divergences_future_terms(
     torch.testing.assert_close(total, want, rtol=1e-8, atol=1e-10)
 
 
-def test_the_divergences_own_gradient_is_weighed_as_the_rewards_is():
-    """Whitened, and in the first step of `distilled`, which is that of `rloo`."""
+def test_the_divergences_own_gradient_is_whitened_as_the_rewards_is():
     backbone = policy()
     every, *_ = enumerated(backbone)
     some = every[[0, 3, 4, 6]]
     ppo = [learner(backbone, "ppo", num_generations=1) for _ in range(2)]
     once, ten = (step_of(own, some, beside(backbone, scale)) for own, scale in zip(ppo, (1.0, 10.0), strict=True))
     torch.testing.assert_close(once, ten, rtol=1e-6, atol=1e-9)  # what is added to the standard deviation is 1e-8
-    rloo = step_of(learner(backbone, "rloo"), some, beside(backbone))
-    config = MethodConfig(method="distilled", num_generations=2, max_completion_length=2, residual_weight=1.0)
-    torch.testing.assert_close(step_of(DistilledGradient(config, backbone), some, beside(backbone)), rloo)
 
 
 @pytest.mark.parametrize("near", [0.0, 0.3])

@@ -14,9 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from safetensors.torch import load_file
 
-from grade.gradients.methods import AUTO, OFFLINE
+from grade.gradients.methods import AUTO
 from grade.training.config import TrainConfig
-from grade.training.toy import toy_reviews, toy_task
+from grade.training.toy import toy_task
 
 
 def toy_project(root: Path) -> dict:
@@ -27,8 +27,6 @@ def toy_project(root: Path) -> dict:
     bare.save_pretrained(root / "base")
     task.backbone.tokenizer.save_pretrained(root / "base")
     task.reward_model.save(root / "bag")
-    texts = [json.dumps({"text": review.text}) for review in toy_reviews(60, seed=7)]
-    (root / "texts.jsonl").write_text("\n".join(texts) + "\n")
     for name, prompts in (("train", task.train_prompts[:20]), ("held_out", task.validation_prompts[:16])):
         lines = [json.dumps({"prompt": text}) for text in prompts]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -47,8 +45,6 @@ def settings(method: str, common: dict, output: Path) -> TrainConfig:
     """A run of a method; with several updates a step where it has them."""
     own = {"gumbel_topk": 16, "num_generations": 4}
     own |= {} if method == AUTO else {"passes_per_step": 2}  # a setting of grpo means grpo
-    if method == OFFLINE:
-        own["texts"] = str(Path(common["train_dataset"]).with_name("texts.jsonl"))
     values = TrainConfig.values_for(method, common | own)
     return TrainConfig.parse(values | {"output_dir": str(output)})
 

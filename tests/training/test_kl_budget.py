@@ -12,23 +12,11 @@ from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, sequence_kl
 from grade.training.config import TrainConfig
-from grade.training.kl_budget import (
-    LONGEST,
-    SHARE,
-    SHARE_ERROR,
-    TOLERANCE,
-    BatchKL,
-    KLBudget,
-    Measured,
-    scale_step,
-)
+from grade.training.kl_budget import LONGEST, TOLERANCE, BatchKL, KLBudget, scale_step
 from grade.training.run import run_training
 from grade.training.toy import toy_task
 
-OWN = {
-    "ste": {"gumbel_topk": 16}, "rloo": {"num_generations": 4}, "distilled": {"num_generations": 4},
-    "ppo": {"passes_per_step": 2},
-}  # fmt: skip
+OWN = {"ste": {"gumbel_topk": 16}, "rloo": {"num_generations": 4}, "ppo": {"passes_per_step": 2}}
 
 
 # ---- the line search ----
@@ -55,78 +43,42 @@ def test_a_step_is_scaled_to_the_kl_that_is_wanted(change, wanted, scale, first)
 
     def measure():
         kl = float(parameter.square().sum())
-        return Measured(kl if kl < 1e4 else math.nan, 0.1)
+        return kl if kl < 1e4 else math.nan
 
-    found, landed = scale_step([parameter], [before], Measured(9.0, 0.1), wanted, measure, first)
+    found, landed = scale_step([parameter], [before], 9.0, wanted, measure, first)
     reached = float((before + scale * change).square().sum())
-    assert landed.kl == pytest.approx(reached, rel=TOLERANCE) == float(parameter.square().sum())
+    assert landed == pytest.approx(reached, rel=TOLERANCE) == float(parameter.square().sum())
     assert parameter.equal(before + found * change)
     assert found == scale or scale and abs(found - scale) < 0.1
 
 
-@pytest.mark.parametrize(("wanted", "kl"), [(153, 25), (13, 13)])
-def test_a_step_at_most_as_long_as_it_is_is_taken_where_it_suffices_and_scaled_where_it_is_too_long(wanted, kl):
-    before = torch.tensor([3.0, 0.0], dtype=torch.float64)
-    parameter = before + torch.tensor([0.0, 4.0], dtype=torch.float64)  # KL = 9 + 16 c^2
-
-    def measure():
-        return Measured(float(parameter.square().sum()), 0.1)
-
-    _, landed = scale_step([parameter], [before], Measured(9.0, 0.1), wanted, measure, at_most=True)
-    assert landed.kl == pytest.approx(kl, rel=TOLERANCE)
-
-
-# ---- the schedule and the filter ----
-def test_what_is_known_of_kl_after_a_step_weighs_it_against_a_new_measurement():
-    """A Kalman filter by hand: KL 1 +- .1, a step whose completions go from 1 to 1.5 +- .2, then 2 +- .3."""
-    budget = KLBudget(10.0, 10)
-    budget.wanted(1, Measured(1.0, 0.1))
-    budget.landed(1.0, Measured(1.0, 0.1), Measured(1.5, 0.2))
-    predicted = 1 + SHARE * 0.5
-    variance = (1 + SHARE * 0.5) ** 2 * 0.1**2 + (1 * 0.5 * SHARE_ERROR) ** 2 + 0.2**2
-    noise = predicted**2 * (0.3 / 2) ** 2  # relative to the predicted KL
-    want = predicted + variance / (variance + noise) * (2 - predicted)
-    assert budget.filter(Measured(2.0, 0.3)) == pytest.approx(want)
-
-
+# ---- the schedule and the running estimate ----
 def test_an_adapter_that_is_continued_goes_on_from_its_own_distance():
     budget = KLBudget(16.0, 3)
-    budget.wanted(1, Measured(1.0, 0.1))
+    budget.wanted(1, 1.0)
     assert [math.sqrt(budget.after(step)) for step in range(5)] == pytest.approx([1, 2, 3, 4, 4])
 
 
 def batch(rng, kl, number):
-    """KL of completions, of which a few have most of it: a small mean has a small error, too."""
-    each = kl * rng.lognormal(-0.18, 0.6, number)  # of mean KL
-    return Measured(each.mean(), each.std(ddof=1) / number**0.5, number)
+    """KL of completions, of which a few have most of it."""
+    return kl * rng.lognormal(-0.18, 0.6, number).mean()  # of mean KL
 
 
 @pytest.mark.parametrize("steps", [5, 15, 40])
-@pytest.mark.parametrize("share", [0.6, 1.0])
-def test_noisy_batches_and_completions_that_grow_too_fast_still_end_on_the_budget(share, steps):
-    rng, ends, landed = np.random.default_rng(0), [], []
+@pytest.mark.parametrize("share", [0.85, 1.0])
+def test_noisy_batches_and_completions_that_grow_too_fast_still_end_near_the_budget(share, steps):
+    """Before the landing: batches of 16 completions, whose KL grows by more than the policy's."""
+    rng, ends = np.random.default_rng(0), []
     for _ in range(100):
         budget, kl = KLBudget(10.0, steps), 0.0
         for step in range(1, steps + 1):
             before = batch(rng, kl, 16)
             wanted = budget.wanted(step, before)
-            if kl:
-                growth = (wanted / before.kl - 1) * (1 + 0.1 * rng.standard_normal())
-                kl *= 1 + share * growth
-            else:
-                kl = share * wanted
-            after = Measured(wanted, 0.1 * abs(wanted - before.kl))
-            budget.landed(1.0, before, after)
+            kl = kl * (1 + share * (wanted / before - 1)) if kl else share * wanted
+            budget.landed(before, wanted)
         ends.append(kl / 10)
-        own = batch(rng, kl, 64)
-        landed.append((kl / budget.filter(own), kl / own.kl))
-    # Of a batch's 16 percent the filter leaves less; the share is known after some steps only.
-    assert np.mean(ends) == pytest.approx(1, abs=0.03 if steps > 5 else 0.12)
-    assert np.std(ends) < (0.09 if steps > 5 else 0.16)
-    # After the last step fresh completions are measured: together they know KL better than these alone.
-    assert np.mean(landed, axis=0)[0] == pytest.approx(1, abs=0.02)
-    together, alone = np.std(landed, axis=0)
-    assert together < (0.7 if steps > 5 else 0.95) * alone
+    assert np.mean(ends) == pytest.approx(1, abs=0.06 if steps > 5 else 0.16)
+    assert np.std(ends) < 0.12
 
 
 # ---- the measurement ----
@@ -135,7 +87,7 @@ def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
     backbone, prompts = task.backbone, encode_prompts(task.backbone.tokenizer, task.train_prompts[:16], 6)
     ids, mask = generate(backbone, prompts, 8, torch.Generator().manual_seed(0), 1.0, 0)
     batch = BatchKL(backbone, [(prompts[:8], ids[:8], mask[:8]), (prompts[8:], ids[8:], mask[8:])], length=9)
-    assert batch.start[:2] == (0.0, 0.0)
+    assert batch.start == 0
     logps = completion_logps(backbone, prompts, ids, mask).detach()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -146,15 +98,11 @@ def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
     prefix = torch.cat([torch.zeros(16, 1), ratio[:, :-1].cumsum(1)], 1).exp()
     measured = batch.measure()
     # float32, in batches of another size
-    assert measured.kl == pytest.approx(float((prefix * each).sum(0) @ (1 / prefix.sum(0))), rel=1e-4)
-    assert abs(measured.kl / float(each.sum(1).mean()) - 1) > 1e-3
-    # A ratio of sums at each token: its error is that of the residuals.
-    means, weights = (prefix * each).sum(0) / prefix.sum(0), 16 * prefix / prefix.sum(0)
-    residuals = (weights * (each - means)).sum(1)
-    assert measured.error == pytest.approx(float((residuals.square().sum() / 16 / 15).sqrt()), rel=1e-4)
+    assert measured == pytest.approx(float((prefix * each).sum(0) @ (1 / prefix.sum(0))), rel=1e-4)
+    assert abs(measured / float(each.sum(1).mean()) - 1) > 1e-3
     # From here the same policy: nothing has grown.
     again = BatchKL(backbone, batch.completions)
-    assert again.measure() == Measured(again.start.kl, 0.0)
+    assert again.measure() == again.start
 
 
 # ---- training ----
@@ -168,14 +116,8 @@ def trained(method, rate, folder, steps=6):
     return run_training(args, toy_task(), output_dir=folder).history
 
 
-def test_the_landing_asks_its_completions_for_growth_not_for_a_level(tmp_path, monkeypatch):
-    """Where they measure twice what the filter takes for the policy's KL, they are to have twice the target's."""
-    monkeypatch.setattr(KLBudget, "filter", lambda self, measured: measured.kl / 2)
-    assert trained("rloo", 2e-2, tmp_path, 2)[-1]["val/kl"] * 8 == pytest.approx(2 * 0.5, rel=0.25)
-
-
 @pytest.mark.parametrize(
-    ("method", "rate"), [("ste", 3e-3), ("ste", 2e-2), ("rloo", 2e-2), ("distilled", 3e-3), ("ppo", 2e-2)]
+    ("method", "rate"), [("ste", 3e-3), ("ste", 2e-2), ("rloo", 2e-2), ("ppo", 2e-2)]
 )
 def test_training_ends_on_its_budget_at_any_rate(method, rate, tmp_path):
     history = trained(method, rate, tmp_path)

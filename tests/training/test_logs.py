@@ -1,4 +1,4 @@
-"""Figures of a row of the log, and the tokens that a reward likes."""
+"""Figures of a row of the log."""
 
 import json
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from conftest import make_prompts
 
 from grade.gradients.objective import GradientStep
 from grade.rewards.rewards import Scores
-from grade.training.logs import LogBuffer, token_table
+from grade.training.logs import LogBuffer
 
 
 def test_the_spread_of_rewards_is_that_of_the_completions_themselves():
@@ -26,10 +26,3 @@ def test_a_checkpoint_keeps_what_the_next_row_of_the_log_is_of():
     again.restore(json.loads(json.dumps(buffer.state())))
     assert len(again.rows) == 2 and again.rows == buffer.rows
     assert again.figures == buffer.figures
-
-
-def test_a_tokens_value_is_less_the_mean_over_the_tokens_that_were_counted():
-    """A token of value 1 once and one of value 3 three times have the mean 2.5; others are not listed."""
-    tokenizer = SimpleNamespace(decode=lambda ids: f"token {ids[0]}")
-    table = token_table(tokenizer, torch.tensor([1.0, 3.0, 7.0]), torch.tensor([1.0, 3.0, 0.0]))
-    assert table.to_numpy().tolist() == [[1, "token 1", 1, 0.5, 3], [2, "token 0", 0, -1.5, 1]]

@@ -110,7 +110,7 @@ def test_the_log_has_trls_names_and_every_rewards_own_mean(base, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:all reward functions returned None")
-@pytest.mark.parametrize("method", ["rloo", "ppo", "distilled"])
+@pytest.mark.parametrize("method", ["rloo", "ppo"])
 def test_what_no_function_scored_has_no_part_in_logged_means(base, tmp_path, method):
     def some(completions, number, trainer_state, **_):
         return [None if i % 2 or trainer_state.global_step == 1 else 4.0 for i in number]
@@ -204,9 +204,8 @@ def test_rows_may_be_made_of_other_columns_and_a_single_one_has_no_standard_erro
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(save_strategy="no"), dict(method="remax"),
-     dict(method="distilled", temperature=0.1, gradient_accumulation_steps=2)],
-)  # fmt: skip
+    [dict(save_strategy="no"), dict(method="remax"), dict(temperature=0.1, gradient_accumulation_steps=2)],
+)
 def test_completions_are_written_as_tables(base, tmp_path, changes):
     """Those that were sampled, not what else was scored: at a low temperature unequally often in two microbatches."""
 
@@ -240,29 +239,6 @@ def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value, m
         trainer(base, tmp_path, reward, save_strategy="no", log_completions=True).train()
 
 
-def test_auto_says_what_it_chose_and_the_tokens_that_the_reward_likes_are_written(base, tmp_path, caplog):
-    """A reward that counts one token: it stands first, with the rewards' unit."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    wanted = next(i for i in range(40, 400) if len(tokenizer.decode([i])) == 1 and tokenizer.decode([i]).isalpha())
-    letter = tokenizer.decode([wanted])
-
-    def reward(completion_ids, **_):
-        return [2.0 * ids.count(wanted) for ids in completion_ids]
-
-    with caplog.at_level("INFO", logger="grade.training.loop"):
-        made = trainer(base, tmp_path, reward, held_out=PROMPTS, method="auto", max_steps=6, num_generations=8,
-                       per_device_train_batch_size=64, eval_strategy="steps", eval_steps=6)  # fmt: skip
-    assert made.config.method == "distilled"
-    assert [r.message.partition(": ")[2].partition(":")[0] for r in caplog.records] == ["distilled"]
-    made.train()
-    assert all("\n" not in record.message for record in caplog.records)
-    table = pd.read_parquet(tmp_path / "completions" / "tokens_00006.parquet")
-    assert list(table.columns) == ["rank", "token", "id", "value", "count"]
-    assert (table["token"][0], table["id"][0], table["rank"][0]) == (letter, wanted, 1)
-    assert table["value"][0] == pytest.approx(2.0, abs=0.3), "ridge is calibrated"
-    assert table["rank"].tolist() == [*range(1, 21), *range(-20, 0)] and table["value"].is_monotonic_decreasing
-
-
 def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
     made = trainer(base, tmp_path, held_out={"a": PROMPTS.select(range(3)), "b": PROMPTS.select(range(3, 6))})
     metrics = made.evaluate()
@@ -281,19 +257,17 @@ def test_temperature_changes_the_policy_everywhere(base, tmp_path):
     assert made.state.log_history[0]["kl"] <= 1e-3
 
 
-@pytest.mark.parametrize("method", ["rloo", "distilled"])
-def test_bf16_casts_the_base_and_not_the_adapter(base, tmp_path, method):
-    made = trainer(base, tmp_path, method=method, bf16=True, save_strategy="no")
+def test_bf16_casts_the_base_and_not_the_adapter(base, tmp_path):
+    made = trainer(base, tmp_path, bf16=True, save_strategy="no")
     kinds = {("lora_" in name, p.dtype) for name, p in made.model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     made.train()
 
 
-@pytest.mark.parametrize("method", ["rloo", "distilled"])
-def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path, method):
+def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path):
     rows = []
     for recompute in (False, True):
-        made = trainer(base, tmp_path, method=method, gradient_checkpointing=recompute, save_strategy="no")
+        made = trainer(base, tmp_path, gradient_checkpointing=recompute, save_strategy="no")
         made.train()
         rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32, recomputed in another order
@@ -429,8 +403,7 @@ def test_completions_end_with_the_given_tokenizers_end(base, tmp_path):
     assert any(end in ids for ids in seen) and not any(end in ids[:-1] for ids in seen)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(method="distilled"), dict(method="distilled", residual_weight=0.3)])
-def test_weights_without_a_gradient_stay_where_they_are(tmp_path, changes):
+def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
     """Those of a vision tower, which text does not reach."""
     text = dict(
         vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -443,7 +416,7 @@ def test_weights_without_a_gradient_stay_where_they_are(tmp_path, changes):
     made = Backbone(Gemma3ForConditionalGeneration(config), toy_task().backbone.tokenizer,
                     LoraSettings(r=2, alpha=4, target_modules=["q_proj"]))  # fmt: skip
     before = {name: p.clone() for name, p in made.peft.named_parameters() if p.requires_grad}
-    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no", **changes).train()
+    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no").train()
     moved = {name for name, p in made.peft.named_parameters() if name in before and not p.equal(before[name])}
     assert moved and not any("vision" in name for name in moved) and any("vision" in name for name in before)
 

@@ -14,7 +14,7 @@ from grade.results import read_metrics
 
 SCRIPT = Path(__file__).with_name("processes.py")
 ALL = os.environ.get("GRADE_ALL_CASES") == "1"
-CASES = tuple(METHODS) if ALL else ("gumbel", "reinforce", "grpo", "ppo", "distilled", "offline", "teacher")
+CASES = tuple(METHODS) if ALL else ("gumbel", "reinforce", "grpo", "ppo", "teacher")
 
 
 @pytest.fixture(scope="module")

@@ -73,12 +73,11 @@ class Kept:
         pass
 
 
-@pytest.mark.parametrize("method", ["rloo", "distilled"])
-def test_training_through_a_server_is_training_on_its_completions(method, base, server, tmp_path):
+def test_training_through_a_server_is_training_on_its_completions(base, server, tmp_path):
     """Bit for bit; the adapter is handed over once a step, and nothing is left behind."""
     server.most_adapters, kept = 0, []
     del server.requests[:]
-    through = trainer(base, tmp_path / "a", method, sampler=server.address, sampler_folder=str(tmp_path / "adapters"))
+    through = trainer(base, tmp_path / "a", sampler=server.address, sampler_folder=str(tmp_path / "adapters"))
     plain = through.sampler.sample
     through.sampler.sample = lambda *args: kept.append(plain(*args)) or kept[-1]
     through.train()
@@ -86,7 +85,7 @@ def test_training_through_a_server_is_training_on_its_completions(method, base, 
     assert paths.count("load_lora_adapter") == paths.count("unload_lora_adapter") == 2
     assert not server.adapters and server.most_adapters == 2  # the new one is there before the old one goes
     assert not list((tmp_path / "adapters").iterdir())
-    given = trainer(base, tmp_path / "b", method)
+    given = trainer(base, tmp_path / "b")
     given.sampler = Kept(kept)
     given.train()
     assert torch.equal(adapter(through), adapter(given))

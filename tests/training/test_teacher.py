@@ -1,4 +1,4 @@
-"""Runs with a teacher: alone, beside a reward, along text; what they refuse."""
+"""Runs with a teacher: alone, beside a reward; what they refuse."""
 
 import pandas as pd
 import pytest
@@ -15,16 +15,14 @@ from grade.training.config import GradeConfig, TrainConfig
 from grade.training.loop import GradeTrainer
 from grade.training.run import train
 from grade.training.teacher import make_teacher
-from grade.training.toy import toy_reviews, toy_task
-
-TEXTS = [{"text": review.text} for review in toy_reviews(200, seed=7)]
+from grade.training.toy import toy_task
 
 
 def more_w_than_s(completions, **_):
     return [float(text.count("w") - text.count("s")) for text in completions]
 
 
-def trainer(output, reward=None, texts=None, **changes):
+def trainer(output, reward=None, **changes):
     task = toy_task(pretrain_steps=60)
     values = dict(
         max_prompt_length=6, truncation="right", max_completion_length=8, per_device_train_batch_size=16, max_steps=12,
@@ -32,7 +30,7 @@ def trainer(output, reward=None, texts=None, **changes):
     )  # fmt: skip
     rows = [{"prompt": text, "tone": "sad"} for text in task.train_prompts]
     args = GradeConfig(str(output), **values | changes)
-    return GradeTrainer(task.backbone, reward, args, rows, rows[:64], texts=texts)
+    return GradeTrainer(task.backbone, reward, args, rows, rows[:64])
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +44,16 @@ def taught(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"method": "teacher", "lmbda": 0.5, "teacher_beta": 0.5},
-                {"method": "teacher", "lmbda": 0.0, "teacher_beta": 0.0}], ids=str
-)  # fmt: skip
-def test_alone_it_is_learned_along_own_completions_and_text(tmp_path, taught, changes):
-    run = trainer(tmp_path, teacher=taught, texts=TEXTS if changes else None, **changes)
+    "changes", [{}, {"method": "teacher", "teacher_beta": 0.5}, {"method": "teacher", "teacher_beta": 0.0}], ids=str
+)
+def test_alone_it_is_learned_along_own_completions(tmp_path, taught, changes):
+    run = trainer(tmp_path, teacher=taught, **changes)
     before = run.evaluate()["eval_reward"]
     run.train()
     assert run.config.method == "teacher" and (changes or "value of every token" in run.chosen["method"])
     assert run.evaluate()["eval_reward"] > before / 2  # minus the divergence, which at least halves
     assert {"reward", "loss"} <= run.state.log_history[1].keys() and "kl" not in run.state.log_history[1]
-    drawn = max(row.get("num_samples", 0) for row in run.state.log_history)
-    assert drawn == 192 * run.config.lmbda if run.config.lmbda in (0, 1) else 0 < drawn < 192
+    assert max(row.get("num_samples", 0) for row in run.state.log_history) == 192
 
 
 def test_a_merged_adapter_has_for_itself_only_the_weights_that_it_changed(tmp_path):
@@ -114,10 +110,6 @@ def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
         ({"teacher": "base", "teacher_context": "a " * 500}, "the teacher's context"),
         ({"teacher": "base", "method": "ste"}, "reward 'teacher': .*a divergence"),
         ({"teacher": "base", "method": "teacher", "reward": more_w_than_s}, "method: got 'teacher'; allowed: a policy"),
-        ({"teacher": "base", "method": "teacher", "lmbda": 0.5, "target_kl": 1.0}, "lmbda: got 0.5; allowed: 1 with a"),
-        ({"teacher": "base", "method": "teacher", "lmbda": 0.5}, "lmbda: got 0.5; allowed: 1 without texts"),
-        ({"teacher": "base", "texts": TEXTS}, "lmbda: got 1.0; allowed: below 1 with texts"),
-        ({"teacher": "base", "texts": TEXTS, "reward": more_w_than_s}, "texts: got 'given'; allowed: none beside a"),
         ({"method": "teacher", "reward": more_w_than_s}, "teacher: got None; allowed: a model"),
     ],
 )  # fmt: skip

@@ -1,1 +1,0 @@
-"""What is measured of any reward: policies, rewards, tables."""

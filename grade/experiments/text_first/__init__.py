@@ -1,1 +1,0 @@
-"""Text first: rewards distilled from scored text, before the policy has written any."""

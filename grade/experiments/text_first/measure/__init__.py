@@ -1,1 +1,0 @@
-"""Measurements: tables from settings. Nothing here knows a figure or a claim."""

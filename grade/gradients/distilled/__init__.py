@@ -1,1 +1,0 @@
-"""Rewards distilled from scored completions in closed form, and their gradients."""
