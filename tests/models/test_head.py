@@ -67,7 +67,7 @@ def test_support_logits_against_dense(options, k):
 def test_row_functions_against_autograd_on_dense_logits(options):
     head, h, ref, ids = make_head(**options), hidden(), hidden(seed=3), torch.arange(N) * 7
     logp, ref_logp = head(h).log_softmax(-1), head(ref).log_softmax(-1).detach()
-    same(kl_divergence(head, h, ref), (logp.exp() * (logp - ref_logp)).sum(-1), h)
+    same(kl_divergence(head, h, head, ref), (logp.exp() * (logp - ref_logp)).sum(-1), h)
     same(self_certainty(head, h), -logp.mean(-1) - math.log(V), h)
     same(token_logps(head, h, ids), logp.gather(1, ids[:, None]).squeeze(1), h)
     same(entropy(head, h), -(logp.exp() * logp).sum(-1), h)
@@ -81,7 +81,7 @@ def test_kl_of_nearly_equal_float32_rows_is_zero(offset, noise):
     generator = torch.Generator().manual_seed(0)
     weight = torch.cat([torch.randn(v, 3, generator=generator), torch.full((v, 1), offset)], 1)
     h = torch.cat([torch.randn(2, 3, generator=generator), torch.ones(2, 1)], 1)
-    kl = kl_divergence(Head(weight), h, h * (1 + noise))
+    kl = kl_divergence(Head(weight), h, Head(weight), h * (1 + noise))
     assert kl.abs().max() <= 1e-6
 
 
@@ -135,7 +135,7 @@ def test_a_row_function_keeps_one_hidden_state_per_row_and_nothing_without_gradi
     head, h, ref = make_head(v=vocab, dtype=torch.float32), hidden(dtype=torch.float32), hidden(seed=3).float().detach()
     values = torch.rand(vocab)
     expected = lambda *given: expected_values(*given, lambda rows: values)  # noqa: E731
-    for function in (self_certainty, entropy, expected, lambda *given: kl_divergence(*given, ref)):
+    for function in (self_certainty, entropy, expected, lambda head, h: kl_divergence(head, h, head, ref)):
         assert saved_bytes(lambda function=function: function(head, h), exclude=[h, head.weight]) == N * D * 4
         with torch.no_grad():
             assert saved_bytes(lambda function=function: function(head, h)) == 0
