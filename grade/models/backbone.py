@@ -5,10 +5,11 @@
 - reference: the same weights with the adapter off, without the bias (`Backbone.reference`);
 - reward trunk: the same, with a small head on top (`grade.rewards.model`).
 
-So there is one copy of the base in memory, and KL is exactly 0 while LoRA's B and the bias are 0. Any decoder-only causal language
-model of transformers that accepts `inputs_embeds` works: tied or untied head, absolute or rotary positions, scaled
-embeddings, head bias, logit scale and soft cap. `Backbone` verifies this on a short probe when it is built, and rejects
-what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding, prompt-learning adapters.
+So there is one copy of the base in memory, and KL is exactly 0 while LoRA's B and the bias are 0. Any decoder-only
+causal language model of transformers that accepts `inputs_embeds` works: tied or untied head, absolute or rotary
+positions, scaled embeddings, head bias, logit scale and soft cap. `Backbone` verifies this on a short probe when it is
+built, and rejects what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding,
+prompt-learning adapters.
 
 Left out: training the base itself, quantised bases, encoder-decoders.
 """
@@ -88,7 +89,7 @@ class Backbone(FrozenBase):
         probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
         if adapter is not None:
-            values = self._saved_bias(adapter)
+            values = self.saved_bias(adapter)
             if values is None or has_lora(adapter):
                 self.peft = load_adapter(model, adapter)
             self.set_token_bias(values)
@@ -227,17 +228,19 @@ class Backbone(FrozenBase):
         if self.peft is not None:
             restore_adapter(self.peft, folder)
             saved = saved_in(self.peft, folder)
-        values = self._saved_bias(saved)
+        values = self.saved_bias(saved)
         if (values is None) != (self.token_bias is None):
             with_bias = "with" if values is None else "without"
             raise InputError("adapter", str(folder), f"one {with_bias} {BIAS_FILE}, as the policy is")
         self.set_token_bias(values)
 
-    def _saved_bias(self, folder: str | Path) -> Tensor | None:
+    def saved_bias(self, folder: str | Path) -> Tensor | None:
+        """A token bias that was saved for this base [V], if the folder has one, on this device and in its type."""
         values = saved_bias(folder, len(self.ref_head.weight))
-        if values is not None:
-            check_base(self.model, folder)
-        return values
+        if values is None:
+            return None
+        check_base(self.model, folder)
+        return values.to(self.device, wide(self.dtype))
 
 
 @contextlib.contextmanager

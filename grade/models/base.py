@@ -45,7 +45,7 @@ class FrozenBase(nn.Module):
         _freeze(model)
         self.model, self.tokenizer = model, tokenizer
         self.decoder = model.base_model
-        self.ref_head = _head_of(model)
+        self.ref_head = head_of(model)
         self.embedding = model.get_input_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
         # Read once: other code may align the model's special tokens with its tokenizer's.
@@ -190,7 +190,8 @@ def _freeze(model: PreTrainedModel) -> None:
         choose("eager")
 
 
-def _head_of(model: PreTrainedModel) -> Head:
+def head_of(model: PreTrainedModel) -> Head:
+    """A model's head, with the scale and soft cap of its configuration."""
     config, layer = model.config, model.get_output_embeddings()
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite divides

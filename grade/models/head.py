@@ -131,8 +131,9 @@ def support_logits(head: Head, hidden: Tensor, support: Tensor) -> Tensor:
     """Logits of each row's own support, with the gradient to the hidden state and to the head's token bias.
 
     ``l[n, k] = head(h[n])[support[n, k]]``; backward is ``dL/dh[n] = sum_k dL/dl[n, k] l'[n, k] W[support[n, k]]``,
-    one `embedding_bag`, and ``dL/db[v] = sum_{support[n, k] = v} dL/dl[n, k] / temperature``. Kept for backward: the support and, only if the head has a soft cap, the logits [N, K].
-    Hidden states are [N, D]; the support is [N, K], and if K = V, in order 0 .. V-1.
+    one `embedding_bag`, and ``dL/db[v] = sum_{support[n, k] = v} dL/dl[n, k] / temperature``. Kept for backward: the
+    support and, only if the head has a soft cap, the logits [N, K]. Hidden states are [N, D]; the support is [N, K],
+    and if K = V, in order 0 .. V-1.
     """
     with whole(head.weight):
         return _SupportLogits.apply(hidden, head.token_bias, support, head)
@@ -290,9 +291,9 @@ def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor
 
     ``KL = sum_v p_v (log p_v - log q_v)`` in nats, with ``p = softmax(head(h))`` and ``q = softmax(ref_head(h_ref))``
     of the *same* position; the heads differ in the policy's token bias. Differentiable in ``hidden`` (the reference is
-    a constant): ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose terms are all
-    >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then enters at
-    second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
+    a constant): ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose
+    terms are all >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then
+    enters at second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:

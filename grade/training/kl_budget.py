@@ -176,7 +176,7 @@ class KLSteering:
         self.budget = KLBudget(self.config.target_kl, self.config.max_steps - steps)
 
     def before_step(self) -> None:
-        """Remember the adapter at the step's start; its completions are added to none."""
+        """Remember the policy at the step's start; its completions are added to none."""
         self.before = [p.detach().clone() for p in self.backbone.trainable_parameters()]
         self.completions: list[tuple[PromptBatch, Tensor, Tensor]] = []
 
@@ -212,11 +212,21 @@ class KLSteering:
 
 
 def scale_adapter(backbone: Backbone, batch: BatchKL, kl: float, target: float, tolerance: float) -> Measured:
-    """Scale an adapter from ``kl`` to the target's KL, on a batch of completions; what they measure then."""
-    scaled = [p for name, p in backbone.peft.named_parameters() if "lora_B" in name and p.requires_grad]
+    """Scale what is trained from ``kl`` to the target's KL, on a batch of completions; what they measure then.
+
+    That is the adapter and, if it is trained, the token bias. KL at 0 is that of a token bias that is not.
+    """
+    bias = backbone.token_bias
+    scaled = [p for p in backbone.trainable_parameters() if p is bias]
+    scaled += [p for name, p in backbone.model.named_parameters() if "lora_B" in name and p.requires_grad]
     growth = target / max(kl, 1e-12)
     zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * batch.start.kl, min(growth**0.5, 1.5)
-    return scale_step(scaled, zeros, Measured(0.0, 0.0), wanted, batch.measure, first, tolerance=tolerance)[1]
+    nearest = Measured(0.0, 0.0)
+    if bias is not None and not bias.requires_grad:
+        with restoring(scaled):
+            set_values(scaled, zeros)
+            nearest = batch.measure()
+    return scale_step(scaled, zeros, nearest, wanted, batch.measure, first, tolerance=tolerance)[1]
 
 
 @torch.no_grad()
