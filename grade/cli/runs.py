@@ -90,5 +90,5 @@ def _merge(args: argparse.Namespace) -> None:
     if merged.token_bias == "head":
         print("the token bias is in the head's own bias")
     elif merged.token_bias is not None:
-        print("the token bias is in generation_config.json (sequence_bias), which transformers' generate applies; "
-              f"for a server, {LOGIT_BIAS_FILE} has its largest entries as logit_bias")
+        print("the token bias is sequence_bias in generation_config.json, which transformers' generate applies")
+        print(f"for a server: {LOGIT_BIAS_FILE}, its largest entries as logit_bias")
