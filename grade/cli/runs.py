@@ -79,7 +79,12 @@ def _on_one_line(text: str, width: int) -> str:
 )  # fmt: skip
 def _merge(args: argparse.Namespace) -> None:
     """Write a plain transformers folder."""
-    from grade.training.merge import merge  # here: --help needs no torch
+    from grade.training.merge import LOGIT_BIAS_FILE, merge  # here: --help needs no torch
 
-    dtype = merge(args.run, args.out, args.dtype)
-    print(f"wrote {args.out} ({str(dtype).removeprefix('torch.')})")
+    merged = merge(args.run, args.out, args.dtype)
+    print(f"wrote {args.out} ({str(merged.dtype).removeprefix('torch.')})")
+    if merged.token_bias == "head":
+        print("the token bias is in the head's own bias")
+    elif merged.token_bias is not None:
+        print("the token bias is sequence_bias in generation_config.json, which transformers' generate applies")
+        print(f"for a server: {LOGIT_BIAS_FILE}, its largest entries as logit_bias")

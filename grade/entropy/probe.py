@@ -338,8 +338,8 @@ class EntropyProbe:
         return figures
 
     def _by_module(self, x: Tensor, step: Tensor) -> dict[str, float]:
-        """Parts of ``delta_h1`` by adapted module."""
-        named = [(name, p) for name, p in self.policy.model.named_parameters() if p.requires_grad]
+        """Parts of ``delta_h1`` by adapted module, and the token bias's if it is trained."""
+        named = [(name.removeprefix("model."), p) for name, p in self.policy.named_parameters() if p.requires_grad]
         terms = (-x.double().mean(0) * step.double().cpu()).split([p.numel() for _, p in named])
         parts: dict[str, float] = defaultdict(float)
         for (name, _), term in zip(named, terms, strict=True):

@@ -32,11 +32,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from grade.errors import InputError
 from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
-from grade.models.head import entropy
+from grade.models.head import Head, entropy, token_logps
 from grade.models.parameters import flatten, split_vector, trained_parameters
 from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
-from grade.models.scoring import completion_logps, hidden_logps, predicting_hidden
+from grade.models.scoring import completion_logps, predicting_hidden
 from grade.results import progress
 
 ROWS = 64
@@ -86,17 +86,19 @@ def draw(
 
 
 class _HiddenStates(nn.Module):
-    """`predicting_hidden` as a module whose parameters `functional_call` can replace for one call."""
+    """`predicting_hidden` and the head, as a module whose parameters `functional_call` can replace for one call."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.model = backbone.model
+        self.model, self.bias = backbone.model, backbone.bias
         # In a tuple, so that it is no submodule. A backbone has its decoder under two names, and `functional_call`
         # restores parameters name by name: it would leave the replaced ones in a module registered twice.
         self.hidden_backbone = (backbone,)
 
-    def forward(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
-        return predicting_hidden(self.hidden_backbone[0], prompts, ids)
+    def forward(self, prompts: PromptBatch, ids: Tensor) -> tuple[Tensor, Head]:
+        """Rows of hidden states [B T, D], and the head with the token bias of this call."""
+        (backbone,) = self.hidden_backbone
+        return predicting_hidden(backbone, prompts, ids).flatten(0, 1), backbone.head
 
     def along(self, vector: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Value and part of a vector [P] by the name of each trained parameter."""
@@ -124,9 +126,9 @@ def scores_at(
         replaced = {name: p + eta * part for name, (p, part) in module.along(vector).items()}
     logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "scores"):
-        hidden = functional_call(module, replaced, (prompts, ids))
-        chosen = hidden_logps(backbone, hidden, ids, mask)
-        every = entropy(backbone.head, hidden.flatten(0, 1)).view(mask.shape) * mask
+        hidden, head = functional_call(module, replaced, (prompts, ids))
+        chosen = token_logps(head, hidden, ids.flatten()).view(mask.shape) * mask
+        every = entropy(head, hidden).view(mask.shape) * mask
         logps.view(-1, ids.shape[1])[rows] = chosen.double().cpu()
         entropies.view(-1, ids.shape[1])[rows] = every.double().cpu()
     return SampleScores(logps, entropies)
@@ -235,16 +237,16 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "forward mode"):
         with fwd.dual_level(), sdpa_kernel(SDPBackend.MATH):
             dual = {name: fwd.make_dual(*pair) for name, pair in pairs.items()}
-            hidden = functional_call(module, dual, (prompts, ids)).flatten(0, 1)
-            chunks = [_row_terms(backbone, h, i)
+            hidden, head = functional_call(module, dual, (prompts, ids))
+            chunks = [_row_terms(head, h, i)
                       for h, i in zip(hidden.split(ROWS), ids.flatten().split(ROWS), strict=True)]  # fmt: skip
         for total, values in zip(terms, zip(*chunks, strict=True), strict=True):
             total.view(-1, total.shape[-1])[rows] = (torch.cat(values).view(mask.shape) * mask).double().cpu()
     return Directional(*terms)
 
 
-def _row_terms(backbone: Backbone, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logp = backbone.head(hidden).log_softmax(-1)
+def _row_terms(head: Head, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logp = head(hidden).log_softmax(-1)
     entropy = fwd.unpack_dual(-(logp.exp() * logp).sum(-1))
     chosen = fwd.unpack_dual(logp.gather(1, ids.unsqueeze(1)).squeeze(1))
     zero = torch.zeros_like(entropy.primal)

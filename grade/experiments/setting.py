@@ -93,7 +93,7 @@ def kl_at_start(setting: Setting) -> dict[str, float]:
     with torch.no_grad(), backbone.reference():
         inputs, mask = replay_inputs(setting.prompts, backbone.embed(setting.prompts.ids), rollout.embeds)
         h = backbone.hidden(inputs, mask)[:, setting.prompts.ids.shape[1] - 1 :]
-        late = kl_divergence(backbone.head, h[:, :-1].flatten(0, 1), h[:, 1:].flatten(0, 1))
+        late = kl_divergence(backbone.head, h[:, :-1].flatten(0, 1), backbone.head, h[:, 1:].flatten(0, 1))
     valid = rollout.completion_mask[:, 1:].flatten().to(late.dtype)
     return {"kl_at_init_max": largest, "kl_at_init_misaligned": float((late * valid).sum() / valid.sum())}
 

@@ -16,6 +16,9 @@ A reward that reads tokens through its own embedding table (a classifier with th
 ``e_R = scale * sum_k y_k E_R[support_k]``. With ``r_R = -dR/de_R`` and ``D_R`` the derivative of ``e_R`` by ``h``, it
 adds ``D_R^T r_R`` to ``k`` and nothing to ``r``; rewards of both kinds add up.
 
+A trained token bias b enters the logits beside ``h``. So where it is trained, D and k have a part for it as well, and
+``dL/db`` is b's part of ``v``: adjoints of `ReplayGraph.roots` are lists of one tensor, or two.
+
 Policy tokens processed: P + T on the cache, then (P + T) x (forward + (hops + 1) vector-Jacobian products), linear in
 T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one parallel pass, or with
 ``gradient_checkpointing`` one input a layer.
@@ -35,17 +38,13 @@ from grade.gradients.objective import GradientStep, Objective, check_finite, seq
 from grade.gradients.rollout import Rollout, sample
 from grade.models.batch import PromptBatch
 from grade.models.gather import whole
-from grade.models.head import (
-    EmbeddingTable,
-    kl_divergence,
-    support_logits,
-    token_logps,
-    weighted_embedding,
-)
+from grade.models.head import EmbeddingTable, support_logits, weighted_embedding
 from grade.models.policy import Policy
 from grade.models.sampling import forbid_eos
+from grade.models.scoring import hidden_logps, token_kl
 
-Pullback = Callable[[Tensor], Tensor]
+Pullback = Callable[[Tensor], list[Tensor]]
+"""From adjoints of relaxed embeddings [B, T, D] to those of a graph's roots."""
 
 
 def replay(
@@ -88,12 +87,12 @@ def replay(
     graph = ReplayGraph(backbone, rollout, gradient_checkpointing)
     reward, r, k_reward = graph.reward(objective, relaxation)
     kl, k = graph.kl(objective.beta)
-    k = k if k_reward is None else k + k_reward
+    k = k if k_reward is None else _plus(k, k_reward)
     mask = rollout.completion_mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
     v, residual, used = graph.adjoint(r, k, graph.pullback(rollout, relaxation), hops, tolerance)
-    torch.autograd.backward(graph.h, v * scale, inputs=backbone.trainable_parameters())
+    torch.autograd.backward(graph.roots, [each * scale for each in v], inputs=backbone.trainable_parameters())
     return GradientStep(rollout.completion_ids, mask, reward, kl, loss, residual, used)
 
 
@@ -111,6 +110,15 @@ class ReplayGraph:
         self.inputs = replay_inputs(rollout.prompts, self.prompt_embeds, self.e)
         self.first, self.gradient_checkpointing = rollout.prompts.ids.shape[1] - 1, gradient_checkpointing
 
+    @property
+    def roots(self) -> list[Tensor]:
+        """What the policy's logits are made of and is trained: hidden states, and the token bias [V] if it is."""
+        bias = self.backbone.head.token_bias
+        return [self.h, bias] if bias is not None and bias.requires_grad else [self.h]
+
+    def _leaves(self) -> list[Tensor]:
+        return [self.h.detach().requires_grad_(), *self.roots[1:]]
+
     @cached_property
     def h(self) -> Tensor:
         """Hidden states that predict the completion [B, T, D], with graph; computed on first use."""
@@ -119,12 +127,12 @@ class ReplayGraph:
 
     def reward(
         self, objective: Objective, relaxation: RelaxationConfig | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
         """Rewards and their adjoints. Call it before using `h`, so only one graph is alive.
 
         Returns rewards [B]; ``r = d(-mean R)/de`` [B, T, D], 0 if nothing reads the policy's embeddings; and
-        ``sum_R D_R^T r_R`` [B, T, D] over rewards with tables of their own, None without. Only those need the
-        relaxation.
+        ``sum_R D_R^T r_R``, adjoints of `roots`, over rewards with tables of their own, None without. Only those need
+        the relaxation.
         """
         others: list[tuple[EmbeddingTable, Tensor]] = []  # each own table and its e_R
 
@@ -143,33 +151,33 @@ class ReplayGraph:
         reward, k = reward.detach(), None
         for (table, _), r_own in zip(others, r_others, strict=True):
             part = self.pullback(self.rollout, relaxation, table)(r_own)
-            k = part if k is None else k + part
+            k = part if k is None else _plus(k, part)
         return reward, r, k
 
-    def kl(self, beta: float) -> tuple[Tensor, Tensor]:
-        """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/dh`` [B, T, D]."""
+    def kl(self, beta: float) -> tuple[Tensor, list[Tensor]]:
+        """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/d roots``."""
         inputs, mask = self.inputs
         with torch.no_grad(), self.backbone.reference():
             ref_hidden = self.backbone.hidden(inputs.detach(), mask)[:, self.first :]  # [B, T, D]
-        mask, leaf = self.rollout.completion_mask, self.h.detach().requires_grad_()
+        mask, leaves = self.rollout.completion_mask, self._leaves()
         with torch.enable_grad():
-            kl = kl_divergence(self.backbone.head, leaf.flatten(0, 1), ref_hidden.flatten(0, 1)).view(mask.shape) * mask
-            (k,) = torch.autograd.grad(beta * sequence_mean(kl, mask).mean(), leaf)
-        return kl.detach(), k
+            kl = token_kl(self.backbone, leaves[0], ref_hidden, mask)
+            k = torch.autograd.grad(beta * sequence_mean(kl, mask).mean(), leaves)
+        return kl.detach(), list(k)
 
-    def policy(self, coefficients: Tensor) -> Tensor:
-        """``v = d(sum_b c_b log pi(completion b)) / dh`` [B, T, D] for hard completions: a policy gradient's.
+    def policy(self, coefficients: Tensor) -> list[Tensor]:
+        """``v = d(sum_b c_b log pi(completion b)) / d roots`` for hard completions: a policy gradient's.
 
         The coefficients c [B] are such as advantages / B. The graph of the relaxed gradient then also gives the policy
         gradient, for one more product.
         """
-        ids, mask, leaf = self.rollout.completion_ids, self.rollout.completion_mask, self.h.detach().requires_grad_()
+        ids, mask, leaves = self.rollout.completion_ids, self.rollout.completion_mask, self._leaves()
         with torch.enable_grad():
-            logps = token_logps(self.backbone.head, leaf.flatten(0, 1), ids.flatten()).view(mask.shape) * mask
-            return torch.autograd.grad(logps.sum(1) @ coefficients.to(logps), leaf)[0]
+            logps = hidden_logps(self.backbone, leaves[0], ids, mask)
+            return list(torch.autograd.grad(logps.sum(1) @ coefficients.to(logps), leaves))
 
     def pullback(self, rollout: Rollout, relaxation: RelaxationConfig, table: EmbeddingTable | None = None) -> Pullback:
-        """``a -> D^T a``: from adjoints of relaxed embeddings [B, T, D] to adjoints of hidden states [B, T, D].
+        """``a -> D^T a``: from adjoints of relaxed embeddings [B, T, D] to adjoints of `roots`.
 
         The rollout is this graph's, or one with the same hard tokens but other supports and noise. With a reward's own
         table, adjoints are [B, T, D_R].
@@ -178,14 +186,14 @@ class ReplayGraph:
         estimator = find_estimator(relaxation.estimator)
         if estimator.dense:
             return estimator.pullback(self, rollout, relaxation, table)
-        leaf, tables = self.h.detach().requires_grad_(), (self.backbone.embedding_weight, self.backbone.head.weight)
+        leaves, tables = self._leaves(), (self.backbone.embedding_weight, self.backbone.head.weight)
         with torch.enable_grad(), whole(*tables):
-            e = self._relaxed(leaf, rollout, relaxation, table)
+            e = self._relaxed(leaves[0], rollout, relaxation, table)
         valid = rollout.completion_mask.unsqueeze(-1).to(e.dtype)
 
-        def pull(a: Tensor) -> Tensor:
+        def pull(a: Tensor) -> list[Tensor]:
             with whole(*tables):
-                return torch.autograd.grad(e, leaf, a * valid, retain_graph=True)[0]
+                return list(torch.autograd.grad(e, leaves, a * valid, retain_graph=True))
 
         return pull
 
@@ -205,27 +213,31 @@ class ReplayGraph:
         return e.mean(2) * table.scale
 
     def adjoint(
-        self, r: Tensor, k: Tensor | float, pull: Pullback, hops: int, tolerance: float = 0.0
-    ) -> tuple[Tensor, Tensor | None, int]:
-        """``v = D^T a + k`` [B, T, D] after the hops, the last residual (None without a hop) and the number of hops.
+        self, r: Tensor, k: list[Tensor], pull: Pullback, hops: int, tolerance: float = 0.0
+    ) -> tuple[list[Tensor], Tensor | None, int]:
+        """``v = D^T a + k`` after the hops, the last residual (None without a hop) and the number of hops.
 
-        r [B, T, D] is the adjoint of the embeddings without feedback, k the part of the hidden states' adjoint that
-        does not pass through tokens, ``pull`` from `pullback`; hops and tolerance as for `replay`.
+        r [B, T, D] is the adjoint of the embeddings without feedback, k the part of the adjoint of `roots` that does
+        not pass through tokens, ``pull`` from `pullback`; hops and tolerance as for `replay`.
         """
         step_back = partial(torch.autograd.grad, self.h, self.e, retain_graph=True)
         a, residual, used, going = r, None, 0, min(hops, self.e.shape[1] - 1) > 0
         while self.backbone.anywhere(going):
-            new = r + step_back(grad_outputs=pull(a) + k)[0]
+            new = r + step_back(grad_outputs=pull(a)[0] + k[0])[0]
             if not going:  # only for the other processes, whose passes of a divided base need this one
                 continue
             residual, a, used = (new - a).norm() / new.norm().clamp_min(torch.finfo(new.dtype).tiny), new, used + 1
             going = used < min(hops, self.e.shape[1] - 1) and not (tolerance > 0 and bool(residual <= tolerance))
-        return pull(a) + k, residual, used
+        return _plus(pull(a), k), residual, used
 
-    def parameter_gradient(self, v: Tensor) -> Tensor:
-        """``(dh/dtheta)^T v`` [P] over the flattened adapter parameters; the graph is kept."""
-        grads = torch.autograd.grad(self.h, self.backbone.trainable_parameters(), v, retain_graph=True)
+    def parameter_gradient(self, v: list[Tensor]) -> Tensor:
+        """``(d roots/dtheta)^T v`` [P] over the flattened trained parameters; the graph is kept."""
+        grads = torch.autograd.grad(self.roots, self.backbone.trainable_parameters(), v, retain_graph=True)
         return torch.cat([grad.flatten() for grad in grads])
+
+
+def _plus(one: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def replay_inputs(prompts: PromptBatch, prompt_embeds: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:

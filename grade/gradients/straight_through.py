@@ -138,12 +138,12 @@ class DenseStraightThrough(Estimator):
         early = early_rows(rollout.completion_mask, config.min_new_tokens)
         head, eos = graph.backbone.head, graph.backbone.eos_token_ids
 
-        def pull(a: Tensor) -> Tensor:
+        def pull(a: Tensor) -> list[Tensor]:
             leaf = h.detach().requires_grad_()
             values = embedding_values(table.weight, table.scale, (a * valid.to(a.dtype)).flatten(0, 1))
             with torch.enable_grad():
                 expected = expected_values(head, leaf.flatten(0, 1), values, eos, early)
-            return torch.autograd.grad(expected.sum(), leaf)[0]
+            return list(torch.autograd.grad(expected.sum(), [leaf, *graph.roots[1:]]))
 
         return pull
 

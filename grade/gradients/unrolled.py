@@ -119,7 +119,7 @@ class _Loop:
             step = run(prefix)
         support = draw[0]
         token = support.gather(1, step["y"].detach().argmax(-1, keepdim=True)).squeeze(1)
-        ref_logits = None if self.options.online_kl else self.backbone.head(ref_hidden)
+        ref_logits = None if self.options.online_kl else self.backbone.ref_head(ref_hidden)
         self.steps.append(step | {"token": token, "alive": self.alive, "support": support, "ref_logits": ref_logits})
         self.alive = self.alive & ~is_eos(token, self.backbone.eos_token_ids)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
@@ -182,7 +182,7 @@ def _policy(
     else:
         soft = torch.zeros_like(logits).scatter(1, support, y)
         e = soft.to(backbone.dtype) @ backbone.embedding_weight
-    kl = kl_divergence(backbone.head, last, ref_hidden) if options.online_kl else None
+    kl = kl_divergence(backbone.head, last, backbone.ref_head, ref_hidden) if options.online_kl else None
     keep_logits = not options.online_kl or not options.drop_lists
     e = e * backbone.embedding_scale
     return {"e": e, "y": y, "soft": soft, "logits": logits if keep_logits else None, "kl": kl}

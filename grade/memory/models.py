@@ -75,16 +75,18 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple]:
 
 def build_backbone(
     config: PretrainedConfig, dtype: str = "bfloat16", adapter: str = "lora", lora: LoraSettings | None = None,
-    attention: str = "sdpa", device: str | torch.device = "meta",
+    attention: str = "sdpa", device: str | torch.device = "meta", train_bias: bool = False,
 ) -> Backbone:  # fmt: skip
     """A backbone with random weights and no tokenizer; on meta without data.
 
     ``adapter``: ``lora``, or ``full`` to train every weight of the layers (not the table and the head, which reward and
-    reference share).
+    reference share); ``train_bias`` trains a token bias too.
     """
     with torch.device(device), NoData() if str(device) == "meta" else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
         backbone = Backbone(model, None, (lora or LoraSettings()) if adapter == "lora" else None)
+        if train_bias:
+            backbone.set_token_bias(torch.zeros(len(backbone.ref_head.weight)), True)
     if adapter == "full":
         tables = {id(backbone.head.weight), id(backbone.embedding_weight)}
         for parameter in model.parameters():

@@ -47,6 +47,7 @@ class TracedConfig(Config):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="type of the base")
     adapter: Literal["lora", "full"] = Field("lora", description="lora, or full: every weight of the layers is trained")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter")
+    train_bias: bool = Field(False, description="train a token bias too")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
     base_copies: int = Field(1, ge=1, description="copies of the base (3: policy, reference and reward of their own)")
 

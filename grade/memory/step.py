@@ -83,7 +83,9 @@ def build(
     length, most = config.prompt_tokens + config.max_new_tokens, getattr(model, "max_position_embeddings", None)
     if most and length > most:
         raise InputError("prompt_tokens + max_new_tokens", length, f"at most {most}, the context of {config.model}")
-    backbone = build_backbone(model, config.dtype, config.adapter, config.lora, config.attention, device)
+    backbone = build_backbone(
+        model, config.dtype, config.adapter, config.lora, config.attention, device, config.train_bias
+    )
     if not isinstance(config, StepConfig):
         return backbone, []
     head = HeadSettings(hidden=64 if config.reward == "trunk" else 0)

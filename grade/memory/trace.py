@@ -228,7 +228,7 @@ def _to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
                     store[name] = fakes[id(tensor)]
     for base in (root for root in roots if isinstance(root, FrozenBase)):
         layer = base.model.get_output_embeddings()
-        base.head = replace(base.head, weight=layer.weight, bias=getattr(layer, "bias", None))
+        base.ref_head = replace(base.ref_head, weight=layer.weight, bias=getattr(layer, "bias", None))
 
 
 @contextlib.contextmanager

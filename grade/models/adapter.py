@@ -101,7 +101,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         InputError: If the adapter has another base or other tensors, or would change the reference.
     """
     refuse_adapted(model)
-    _check_base(model, folder)
+    _require_lora(folder)
+    check_base(model, folder)
     config = PeftConfig.from_pretrained(str(folder))
     _prepare(config)
     with _without_old_names():
@@ -118,24 +119,29 @@ def _without_old_names() -> Iterator[None]:
         yield
 
 
-def write_fingerprint(model: PeftModel, folder: str | Path) -> Path:
-    """Write ``base_fingerprint.json`` beside a saved adapter; the folder with both."""
-    saved = _saved_in(model, folder)
-    write_json(saved / BASE_FILE, fingerprint(model.get_base_model()), 2, sort_keys=True)
-    return saved
+def has_lora(folder: str | Path) -> bool:
+    """Whether a folder holds a saved adapter of layers."""
+    return (Path(folder) / ADAPTER_FILES[0]).is_file()
+
+
+def write_fingerprint(model: PreTrainedModel, folder: Path) -> None:
+    """Write ``base_fingerprint.json`` beside a saved adapter."""
+    write_json(folder / BASE_FILE, fingerprint(model), 2, sort_keys=True)
 
 
 def restore_adapter(model: PeftModel, folder: str | Path) -> None:
     """Give the active adapter the values that a checkpoint has of it."""
-    saved = _saved_in(model, folder)
-    _check_base(model.get_base_model(), saved)
+    saved = saved_in(model, folder)
+    _require_lora(saved)
+    check_base(model.get_base_model(), saved)
     _check_tensors(model, saved)
     model.load_adapter(str(saved), model.active_adapter, is_trainable=True)
 
 
 def saved_values(model: PeftModel, folder: str | Path) -> list[Tensor]:
     """The parameters of a saved adapter of the same base, layers and ranks as the active one's, in its order."""
-    _check_base(model.get_base_model(), folder)
+    _require_lora(folder)
+    check_base(model.get_base_model(), folder)
     _check_tensors(model, folder)
     saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -171,7 +177,7 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def _saved_in(model: PeftModel, folder: str | Path) -> Path:
+def saved_in(model: PeftModel, folder: str | Path) -> Path:
     """Where PEFT keeps the active adapter: only the default one lies in the folder itself."""
     return Path(folder) if model.active_adapter == "default" else Path(folder) / model.active_adapter
 
@@ -199,10 +205,13 @@ def _prepare(config: PeftConfig) -> None:
             setattr(config, key, sorted(getattr(config, key)))
 
 
-def _check_base(model: PreTrainedModel, folder: str | Path) -> None:
-    """Refuse an adapter with the fingerprint of another base; one that plain PEFT wrote has none."""
+def _require_lora(folder: str | Path) -> None:
     if not (Path(folder) / ADAPTER_FILES[1]).is_file():
         raise InputError("adapter", str(folder), f"a folder with {' and '.join(ADAPTER_FILES)}")
+
+
+def check_base(model: PreTrainedModel, folder: str | Path) -> None:
+    """Refuse an adapter with the fingerprint of another base; one that plain PEFT wrote has none."""
     path = Path(folder) / BASE_FILE
     if path.is_file() and not same_base(read_json(path), fingerprint(model)):
         base = model.config._name_or_path or type(model).__name__

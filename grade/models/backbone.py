@@ -1,13 +1,15 @@
 """One frozen base model in three roles.
 
-- policy: the base with its LoRA adapter on;
-- reference: the same weights with the adapter off (`Backbone.reference`);
+- policy: the base with its LoRA adapter on, and with a token bias on its logits if there is one
+  (`grade.models.token_bias`);
+- reference: the same weights with the adapter off, without the bias (`Backbone.reference`);
 - reward trunk: the same, with a small head on top (`grade.rewards.model`).
 
-So there is one copy of the base in memory, and KL is exactly 0 while LoRA's B is 0. Any decoder-only causal language
-model of transformers that accepts `inputs_embeds` works: tied or untied head, absolute or rotary positions, scaled
-embeddings, head bias, logit scale and soft cap. `Backbone` verifies this on a short probe when it is built, and rejects
-what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding, prompt-learning adapters.
+So there is one copy of the base in memory, and KL is exactly 0 while LoRA's B and the bias are 0. Any decoder-only
+causal language model of transformers that accepts `inputs_embeds` works: tied or untied head, absolute or rotary
+positions, scaled embeddings, head bias, logit scale and soft cap. `Backbone` verifies this on a short probe when it is
+built, and rejects what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding,
+prompt-learning adapters.
 
 Left out: training the base itself, quantised bases, encoder-decoders.
 """
@@ -23,37 +25,43 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.files import require_source
+from grade.files import remove, require_source
 from grade.models.adapter import (
     FOLDED_TYPES,
     LoraSettings,
+    check_base,
     continued_adapter,
     folded,
+    has_lora,
     load_adapter,
     new_adapter,
     refuse_adapted,
+    restore_adapter,
+    saved_in,
     write_fingerprint,
 )
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_loaded, probe
 from grade.models.gather import whole
+from grade.models.head import Head, wide
+from grade.models.token_bias import BIAS_FILE, TokenBias, save_bias, saved_bias
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 class Backbone(FrozenBase):
-    """A frozen causal language model, optionally with a trainable LoRA adapter.
+    """A frozen causal language model, optionally with a trainable LoRA adapter, a token bias, or both.
 
     Args:
         model: A decoder-only causal language model, or a ``PeftModel`` of one, whose adapter is continued.
         tokenizer: Its tokenizer, or None where only ids are used.
         lora: Settings of a new adapter, ours or PEFT's; None for the bare base.
-        adapter: Folder of a saved adapter to continue from, instead of ``lora``.
+        adapter: Folder of a saved adapter, token bias or both to continue from, instead of ``lora``.
         seed: Seed of a new adapter's initialisation.
 
     Raises:
@@ -76,10 +84,15 @@ class Backbone(FrozenBase):
         if wrapped is None:
             refuse_adapted(model)
         super().__init__(model, tokenizer)
+        self.bias = TokenBias()
+        self.base_name = ""  # where a saved token bias finds its base; empty: where the model was loaded from
         probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
         if adapter is not None:
-            self.peft = load_adapter(model, adapter)
+            values = self.saved_bias(adapter)
+            if values is None or has_lora(adapter):
+                self.peft = load_adapter(model, adapter)
+            self.set_token_bias(values)
         elif lora is not None:
             self.add_adapter(lora, seed)
 
@@ -108,18 +121,47 @@ class Backbone(FrozenBase):
         """Put a new adapter on the base, its initialisation by the seed."""
         self.peft = new_adapter(self.model, lora, seed)
 
+    @property
+    def token_bias(self) -> nn.Parameter | None:
+        """What the policy adds to its logits: V numbers in nats, float32 (float64 for a float64 model); or None."""
+        return self.bias.values
+
+    def set_token_bias(self, values: Tensor | None, trainable: bool | None = None) -> None:
+        """Give the policy a token bias, for all views of this backbone; in place if it has one, and None takes it away.
+
+        Args:
+            values: V finite numbers, in nats.
+            trainable: Whether it is one of the `trainable_parameters`; None: as before, and a new one is not.
+
+        Raises:
+            InputError: If the values are others.
+        """
+        if values is None:
+            self.bias.values = None
+            return
+        vocab = len(self.ref_head.weight)
+        if values.shape != (vocab,) or not values.isfinite().all():
+            raise InputError("token_bias", list(values.shape), f"{vocab} finite numbers, one for each token")
+        self.bias.set(values.to(self.device, wide(self.dtype)), trainable)
+
+    @property
+    def head(self) -> Head:
+        """The policy's head, with its token bias; within `reference` the reference's, without."""
+        bias = self.bias.values if self.bias.on else None
+        return self.ref_head if bias is None else replace(self.ref_head, token_bias=bias)
+
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The adapter's parameters, in a fixed order."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+        """The adapter's parameters, in a fixed order, and the token bias if it is trained."""
+        return [p for p in (*self.model.parameters(), *self.bias.parameters()) if p.requires_grad]
 
     def view(self, tokenizer: Any = None, temperature: float = 1.0) -> Backbone:
-        """The same weights and adapter with a sampling temperature of their own, and another tokenizer if one is given.
+        """The same weights, adapter and token bias with another sampling temperature, and a tokenizer if one is given.
 
         Completions end with the model's ends of sequence, and with the tokenizer's, which a chat template may use.
         """
         other = copy.copy(self)
         other.tokenizer = tokenizer = tokenizer or self.tokenizer
-        other.head = replace(self.head, temperature=temperature)
+        other.ref_head = replace(self.ref_head, temperature=temperature)
         end = getattr(tokenizer, "eos_token_id", None)
         if end is not None and end not in self.eos_token_ids:
             other.eos_token_ids = (*self.eos_token_ids, end)
@@ -134,14 +176,16 @@ class Backbone(FrozenBase):
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Within this context the adapter is off: the frozen base.
+        """Within this context the adapter and the token bias are off: the frozen base.
 
         The adapter's parameters do not require gradients inside, so leave it before a backward pass that should reach
         them. Gradients flow to inputs as usual.
         """
-        off = contextlib.nullcontext() if self.peft is None else self.peft.disable_adapter()
-        with self.phase("reference"), off:
+        with self.phase("reference"), self._adapter_off(), self.bias.off():
             yield
+
+    def _adapter_off(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.peft is None else self.peft.disable_adapter()
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
@@ -158,16 +202,45 @@ class Backbone(FrozenBase):
             if self.peft is not None and self.dtype in FOLDED_TYPES and not self.lockstep:
                 watcher = self._watcher
                 stack.enter_context(folded(self.model, watcher and (lambda new: watcher.tag(new, "weights"))))
-                stack.enter_context(self.reference())
+                stack.enter_context(self._adapter_off())  # the token bias stays on
             yield
 
     def save_adapter(self, folder: str | Path) -> Path:
         """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint.
 
-        Where it lies: PEFT makes a folder within for a name that is not ``default``.
+        The token bias lies beside it, or alone: ``token_bias.safetensors``. Where they lie: PEFT makes a folder within
+        for a name that is not ``default``.
         """
-        self.peft.save_pretrained(str(folder))
-        return write_fingerprint(self.peft, folder)
+        saved = Path(folder)
+        if self.peft is not None:
+            self.peft.save_pretrained(str(folder))
+            saved = saved_in(self.peft, folder)
+        if self.token_bias is None:
+            remove(saved / BIAS_FILE)  # of a policy that was there before
+        else:
+            save_bias(self.token_bias, saved, self.base_name or self.model.config._name_or_path)
+        write_fingerprint(self.model, saved)
+        return saved
+
+    def restore(self, folder: str | Path) -> None:
+        """Give the policy the values that `save_adapter` wrote of it, in place."""
+        saved = Path(folder)
+        if self.peft is not None:
+            restore_adapter(self.peft, folder)
+            saved = saved_in(self.peft, folder)
+        values = self.saved_bias(saved)
+        if (values is None) != (self.token_bias is None):
+            with_bias = "with" if values is None else "without"
+            raise InputError("adapter", str(folder), f"one {with_bias} {BIAS_FILE}, as the policy is")
+        self.set_token_bias(values)
+
+    def saved_bias(self, folder: str | Path) -> Tensor | None:
+        """A token bias that was saved for this base [V], if the folder has one, on this device and in its type."""
+        values = saved_bias(folder, len(self.ref_head.weight))
+        if values is None:
+            return None
+        check_base(self.model, folder)
+        return values.to(self.device, wide(self.dtype))
 
 
 @contextlib.contextmanager

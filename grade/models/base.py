@@ -45,7 +45,7 @@ class FrozenBase(nn.Module):
         _freeze(model)
         self.model, self.tokenizer = model, tokenizer
         self.decoder = model.base_model
-        self.head = _head_of(model)
+        self.ref_head = head_of(model)
         self.embedding = model.get_input_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
         # Read once: other code may align the model's special tokens with its tokenizer's.
@@ -53,6 +53,11 @@ class FrozenBase(nn.Module):
         eos = model.config.eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
         self._watcher: Any = None  # such as `grade.memory.records.LiveTracker`
+
+    @property
+    def head(self) -> Head:
+        """From hidden states to logits."""
+        return self.ref_head
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -185,7 +190,8 @@ def _freeze(model: PreTrainedModel) -> None:
         choose("eager")
 
 
-def _head_of(model: PreTrainedModel) -> Head:
+def head_of(model: PreTrainedModel) -> Head:
+    """A model's head, with the scale and soft cap of its configuration."""
     config, layer = model.config, model.get_output_embeddings()
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite divides

@@ -3,7 +3,7 @@
 With hidden states ``h`` [N, D] and a head ``W`` [V, D], a tensor of logits is [N, V]: for a long completion and a
 large vocabulary it is the largest tensor of a step. Here it exists for `chunk_rows` rows at a time, and what is kept
 for backward is proportional to D or K, never to V. The head is frozen throughout this project, so no weight gradient
-is ever formed.
+is ever formed; the only vector of size V with a gradient is the token bias, where it is trained.
 """
 
 from __future__ import annotations
@@ -63,38 +63,47 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Head:
-    """Hidden states to logits ``cap(scale * (h W^T + b)) / temperature``; ``cap(x) = c tanh(x / c)`` or identity."""
+    """Hidden states to logits ``(cap(scale * (h W^T + b)) + token_bias) / temperature``.
+
+    ``cap(x) = c tanh(x / c)`` or identity.
+    """
 
     weight: Tensor  # frozen head [V, D]; for a tied model the embedding table itself
     bias: Tensor | None = None  # frozen bias [V] or None
     scale: float = 1.0  # factor on the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``)
     softcap: float | None = None  # Gemma's ``final_logit_softcapping`` c, or None
     temperature: float = 1.0  # sampling temperature; the policy is the softmax of these logits everywhere
+    token_bias: Tensor | None = None  # [V] in nats, in the type of the logits (`grade.models.token_bias`), or None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], in float32 (float64 for a float64 model)."""
         if _gains_by_blocks(hidden, self.weight) and self.bias is None:
-            return self._shape(_in_blocks(hidden, self.weight))
-        return self._shape(F.linear(hidden, self.weight, self.bias).to(wide(hidden.dtype)))
+            return self._shape(_in_blocks(hidden, self.weight), self.token_bias)
+        return self._shape(F.linear(hidden, self.weight, self.bias).to(wide(hidden.dtype)), self.token_bias)
 
     def rows(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [n, K] at the token ids [n, K] only, for hidden states [n, D]: K D products per row instead of V D."""
         logits = _products(self.weight, ids, hidden)
         if self.bias is not None:
             logits = logits + self.bias[ids]
-        return self._shape(logits.to(wide(hidden.dtype)))
+        return self._shape(logits.to(wide(hidden.dtype)), None if self.token_bias is None else self.token_bias[ids])
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """``dl / d(h W^T + b)`` at the given (final) logits."""
+    def slope(self, logits: Tensor, ids: Tensor | None = None) -> Tensor | float:
+        """``dl / d(h W^T + b)`` at the given (final) logits: of all tokens [..., V], or of the token ids [n, K]."""
         if self.softcap is None:
             return self.scale / self.temperature
-        return self.scale * (1 - (logits * self.temperature / self.softcap) ** 2) / self.temperature
+        capped = logits * self.temperature
+        if self.token_bias is not None:
+            capped = capped - (self.token_bias if ids is None else self.token_bias[ids])
+        return self.scale * (1 - (capped / self.softcap) ** 2) / self.temperature
 
-    def _shape(self, logits: Tensor) -> Tensor:
+    def _shape(self, logits: Tensor, token_bias: Tensor | None) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
+        if token_bias is not None:
+            logits = logits + token_bias
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
@@ -119,19 +128,20 @@ def _in_blocks(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def support_logits(head: Head, hidden: Tensor, support: Tensor) -> Tensor:
-    """Logits of each row's own support, with the gradient to the hidden state.
+    """Logits of each row's own support, with the gradient to the hidden state and to the head's token bias.
 
     ``l[n, k] = head(h[n])[support[n, k]]``; backward is ``dL/dh[n] = sum_k dL/dl[n, k] l'[n, k] W[support[n, k]]``,
-    one `embedding_bag`. Kept for backward: the support and, only if the head has a soft cap, the logits [N, K].
-    Hidden states are [N, D]; the support is [N, K], and if K = V, in order 0 .. V-1.
+    one `embedding_bag`, and ``dL/db[v] = sum_{support[n, k] = v} dL/dl[n, k] / temperature``. Kept for backward: the
+    support and, only if the head has a soft cap, the logits [N, K]. Hidden states are [N, D]; the support is [N, K],
+    and if K = V, in order 0 .. V-1.
     """
     with whole(head.weight):
-        return _SupportLogits.apply(hidden, support, head)
+        return _SupportLogits.apply(hidden, head.token_bias, support, head)
 
 
 class _SupportLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, support: Tensor, head: Head) -> Tensor:
+    def forward(ctx, hidden: Tensor, token_bias: Tensor | None, support: Tensor, head: Head) -> Tensor:
         n, k = support.shape
         vocab = len(head.weight)
         if k == vocab:
@@ -149,9 +159,12 @@ class _SupportLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        support, *logits = ctx.saved_tensors
-        grad = grad * ctx.head.slope(logits[0] if logits else grad)
-        return weighted_embedding(ctx.head.weight, support, grad).to(ctx.dtype), None, None
+        (support, *logits), of_bias = ctx.saved_tensors, None
+        if ctx.needs_input_grad[1]:
+            of_bias = grad.new_zeros(len(ctx.head.weight)).index_add_(0, support.flatten(), grad.flatten())
+            of_bias /= ctx.head.temperature
+        grad = grad * ctx.head.slope(logits[0] if logits else grad, support)
+        return weighted_embedding(ctx.head.weight, support, grad).to(ctx.dtype), of_bias, None, None
 
 
 def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:
@@ -203,7 +216,8 @@ def row_values(
 
     Differentiable in ``hidden``. As there is one number per row, its gradient [N, D] is computed in the forward pass,
     while the chunk's logits exist, and only scaled in backward: no second product with the head, and nothing of size V
-    is kept. Without gradient nothing is kept at all.
+    is kept. Without gradient nothing is kept at all. If the head's token bias requires a gradient, which is a sum over
+    rows, their logits are computed again in backward, and what makes them is kept.
 
     ``of_logits`` is called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``,
     which are constants with N rows. It returns values [n] and, if needed, their gradient in the logits [n, V], and may
@@ -216,55 +230,76 @@ def row_values(
     else:
         others = (*others, where)
     with whole(head.weight, *getattr(of_logits, "reads", ())):
-        return _RowValues.apply(hidden, head, of_logits, forbidden, *others)
+        return _RowValues.apply(hidden, head.token_bias, head, of_logits, forbidden, *others)
 
 
 class _RowValues(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Head, of_logits: RowFunction, forbidden: tuple[int, ...], *others: Tensor):
-        values, slopes, needed = [], [], ctx.needs_input_grad[0]
+    def forward(
+        ctx, hidden: Tensor, token_bias: Tensor | None, head: Head, of_logits: RowFunction, forbidden: tuple[int, ...],
+        *others: Tensor,
+    ) -> Tensor:  # fmt: skip
+        values, slopes, (needed, trained, *_) = [], [], ctx.needs_input_grad
         rows = chunk_rows(len(head.weight), len(hidden))
         for h, *rest in zip(*(x.split(rows) for x in (hidden, *others)), strict=True):
             value, slope = _chunk(head, h, of_logits, needed, forbidden, rest)
             values.append(value)
             slopes.append(slope)
-        if needed:
-            ctx.save_for_backward(torch.cat(slopes))
+        kept = [torch.cat(slopes)] if needed else []
+        if trained:
+            kept += [hidden, *others, token_bias]  # the bias only for autograd's check that it has not changed
+            ctx.again = head, of_logits, forbidden, rows
+        ctx.needed = needed
+        ctx.save_for_backward(*kept)
         return torch.cat(values)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (slope,) = ctx.saved_tensors
-        return (grad.unsqueeze(-1) * slope).to(slope.dtype), *[None] * (len(ctx.needs_input_grad) - 1)
+        kept, of_hidden, of_bias = list(ctx.saved_tensors), None, None
+        if ctx.needed:
+            slope = kept.pop(0)
+            of_hidden = (grad.unsqueeze(-1) * slope).to(slope.dtype)
+        if kept:
+            head, of_logits, forbidden, rows = ctx.again
+            parts = zip(*(x.split(rows) for x in (grad, *kept[:-1])), strict=True)
+            with whole(head.weight, *getattr(of_logits, "reads", ())):
+                of_bias = sum(_chunk(head, h, of_logits, True, forbidden, rest, g)[1] for g, h, *rest in parts)
+        return of_hidden, of_bias, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 def _chunk(
-    head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, forbidden: tuple[int, ...], rest: list[Tensor]
-):
-    """Values [n] and their gradient in the hidden states [n, D]; a separate function, so that every [n, V] is freed."""
+    head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, forbidden: tuple[int, ...], rest: list[Tensor],
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Values [n] and their gradient in the hidden states [n, D]; a separate function, so that every [n, V] is freed.
+
+    With weights [n] the gradient of the weighted sum in the token bias [V] instead.
+    """
     logits = [head(hidden)]
     inner = head.slope(logits[0]) if needed else 1.0
     if forbidden:
         columns, where = torch.tensor(forbidden, device=hidden.device), rest.pop().unsqueeze(1)
         logits[0][:, columns] = logits[0][:, columns].masked_fill(where, float("-inf"))
     value, grad = of_logits(logits.pop(), needed, rest)  # popped: the callee alone holds them, to drop
+    if weights is not None:
+        return value, grad.mul_(weights.unsqueeze(1)).sum(0) / head.temperature
     return value, grad.mul_(inner).to(hidden.dtype) @ head.weight if needed else None
 
 
-def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
+def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor) -> Tensor:
     """Exact ``KL(policy || reference)`` over the full vocabulary, row by row, from hidden states; see `row_values`.
 
-    ``KL = sum_v p_v (log p_v - log q_v)`` in nats, with ``p = softmax(head(h))`` and ``q = softmax(head(h_ref))`` of
-    the *same* position. Differentiable in ``hidden`` (the reference is a constant):
-    ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose terms are all
-    >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then enters at
-    second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
+    ``KL = sum_v p_v (log p_v - log q_v)`` in nats, with ``p = softmax(head(h))`` and ``q = softmax(ref_head(h_ref))``
+    of the *same* position; the heads differ in the policy's token bias. Differentiable in ``hidden`` (the reference is
+    a constant): ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose
+    terms are all >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then
+    enters at second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         logp = logits.log_softmax(-1)
         del logits
-        ref_logp = head(others[0]).log_softmax(-1)
+        ref_logp = ref_head(others[0]).log_softmax(-1)
         diff = logp - ref_logp
         p = logp.exp_()
         # In place, and in this order: q - p is exact where they are close, p (log p - log q) is small there.

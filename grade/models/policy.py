@@ -14,9 +14,13 @@ from grade.models.head import Head
 class Policy(Protocol):
     """A causal language model over embeddings, with a trainable part and a frozen reference."""
 
-    head: Head
+    ref_head: Head  # the reference's
     eos_token_ids: tuple[int, ...]
     tokenizer: Any
+
+    @property
+    def head(self) -> Head:
+        """The head of its present role: the reference's with the policy's token bias, or the reference's."""
 
     @property
     def embedding_weight(self) -> Tensor:

@@ -58,7 +58,8 @@ def token_kl(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor)
 
     From hidden states [B, T, D] of `predicting_hidden`; the reference's are constants.
     """
-    return kl_divergence(backbone.head, hidden.flatten(0, 1), ref_hidden.flatten(0, 1)).view(mask.shape) * mask
+    rows, ref_rows = hidden.flatten(0, 1), ref_hidden.flatten(0, 1)
+    return kl_divergence(backbone.head, rows, backbone.ref_head, ref_rows).view(mask.shape) * mask
 
 
 @torch.no_grad()

@@ -134,7 +134,10 @@ class ShardedBackbone(Backbone):
 def divide(backbone: Backbone, device: torch.device) -> ShardedBackbone:
     """Divide a backbone's base among all processes; in place, as ``fully_shard`` does, for all that refers to it."""
     backbone.group = shard_base(backbone.model, device)
-    backbone.head = replace(backbone.head, weight=backbone.model.get_output_embeddings().weight)
+    backbone.ref_head = replace(backbone.ref_head, weight=backbone.model.get_output_embeddings().weight)
+    for p in backbone.bias.parameters():  # as the adapter: all of it on every process, and the same
+        p.data = p.data.to(device)
+        dist.broadcast(p.data, src=0, group=backbone.group)
     backbone.__class__ = ShardedBackbone
     return backbone
 

@@ -1,9 +1,9 @@
 """Checkpoints: one folder with everything that continues a run with the same bits.
 
-``checkpoint-<step>/`` holds the adapter as PEFT writes it, ``optimizer.pt`` and ``scheduler.pt`` (tensors and numbers
-alone), ``trainer_state.json`` with the log, ``learner.safetensors`` with what the method keeps between steps, and
-``grade_state.json`` with the settings and all other numbers. It is written beside its place and renamed, so a folder
-of that name is whole. Noise needs no state: it is seeded by step and microbatch.
+``checkpoint-<step>/`` holds the adapter as PEFT writes it, the token bias if there is one, ``optimizer.pt`` and
+``scheduler.pt`` (tensors and numbers alone), ``trainer_state.json`` with the log, ``learner.safetensors`` with what the
+method keeps between steps, and ``grade_state.json`` with the settings and all other numbers. It is written beside its
+place and renamed, so a folder of that name is whole. Noise needs no state: it is seeded by step and microbatch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from grade.errors import InputError
 from grade.files import atomic, read_json, write_json
-from grade.models.adapter import restore_adapter
 from grade.training.evaluate import Evaluation
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
     """
     check_same(folder, _settings(trainer), LENGTH)
     saved = read_json(folder / STATE_FILE)
-    restore_adapter(trainer.backbone.peft, folder)
+    trainer.backbone.restore(folder)
     trainer.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, "cpu", weights_only=True))
     trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
     if isinstance(schedule := trainer.lr_scheduler, LambdaLR):  # the run may be longer than it was
@@ -133,8 +132,8 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
 
 
 def restore_best(backbone: Backbone, folder: str | Path) -> None:
-    """Give the policy the values of the best checkpoint's adapter."""
-    restore_adapter(backbone.peft, folder)
+    """Give the policy the values of the best checkpoint."""
+    backbone.restore(folder)
 
 
 def remove_older(folder: Path, limit: int | None, best: str | None) -> None:

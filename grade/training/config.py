@@ -72,7 +72,8 @@ class GradeConfig(MethodConfig):
     gradient_accumulation_steps: PositiveInt = Field(
         1, description="microbatches of a process in an optimizer step"
     )
-    learning_rate: Rate = Field(2e-4, description="AdamW learning rate of the adapter")
+    learning_rate: Rate = Field(2e-4, description="AdamW learning rate of the adapter and the token bias")
+    train_bias: bool = Field(False, description="train the token bias too, from 0 if the policy has none")
     lr_scheduler_type: str = Field("linear", description="learning rate schedule, one of transformers' names")
     warmup_steps: NonNegativeFloat = Field(
         0, description="steps of a linear ramp of the learning rate; below 1: their share"

@@ -111,7 +111,7 @@ class KLSteering:
         self.budget = KLBudget(config.target_kl, config.max_steps)
 
     def before_step(self) -> None:
-        """Remember the adapter at the step's start; its completions are added to none."""
+        """Remember the policy at the step's start; its completions are added to none."""
         self.before = [p.detach().clone() for p in self.backbone.trainable_parameters()]
         self.completions: list[tuple[PromptBatch, Tensor, Tensor]] = []
 
@@ -146,10 +146,20 @@ class KLSteering:
 
 
 def scale_adapter(backbone: Backbone, batch: BatchKL, growth: float, tolerance: float) -> float:
-    """Scale an adapter so that KL of a batch of completions is ``growth`` times what it was; that KL."""
-    scaled = [p for name, p in backbone.peft.named_parameters() if "lora_B" in name and p.requires_grad]
+    """Scale what is trained so that KL of a batch of completions is ``growth`` times what it was; that KL.
+
+    That is the adapter and, if it is trained, the token bias. KL at 0 is that of a token bias that is not.
+    """
+    bias = backbone.token_bias
+    scaled = [p for p in backbone.trainable_parameters() if p is bias]
+    scaled += [p for name, p in backbone.model.named_parameters() if "lora_B" in name and p.requires_grad]
     zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * batch.start, min(growth**0.5, 1.5)
-    return scale_step(scaled, zeros, 0.0, wanted, batch.measure, first, tolerance)[1]
+    nearest = 0.0
+    if bias is not None and not bias.requires_grad:
+        with restoring(scaled):
+            set_values(scaled, zeros)
+            nearest = batch.measure()
+    return scale_step(scaled, zeros, nearest, wanted, batch.measure, first, tolerance)[1]
 
 
 @torch.no_grad()

@@ -82,11 +82,13 @@ def make_policy(
     peft_config: LoraConfig | None = None,
     init_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
+    train_bias: bool = False,
 ) -> Backbone:
     """A frozen base with an adapter to train, from whatever a user has.
 
     Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`; ``seed``
-    initialises it. ``init_kwargs`` are for a model given by name.
+    initialises it. ``init_kwargs`` are for a model given by name. With ``train_bias`` the token bias is trained too; a
+    `Backbone` with a token bias then needs no adapter.
     """
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError("processing_class", type(tokenizer).__name__, "a tokenizer of transformers, or None")
@@ -97,9 +99,9 @@ def make_policy(
     if init_kwargs and not isinstance(model, str | Path):
         raise InputError("model_init_kwargs", dict(init_kwargs), f"none: the {type(model).__name__} is loaded already")
     if isinstance(model, Backbone):
-        if model.peft is None:
+        if model.peft is None and model.token_bias is None and not train_bias:
             raise InputError("model", "a backbone without an adapter", "one made with lora=LoraSettings(...)")
-        return model
+        return _with_bias(model, train_bias)
     if isinstance(model, str | Path):
         neutral = {"revision": "main", "trust_remote_code": False}  # which TRL's scripts give
         given = (init_kwargs or {}).items()
@@ -116,6 +118,16 @@ def make_policy(
     if backbone.peft is None:
         backbone.add_adapter(peft_config or LoraSettings(), seed)
     name_base(backbone)
+    return _with_bias(backbone, train_bias)
+
+
+def _with_bias(backbone: Backbone, trained: bool) -> Backbone:
+    """The same policy, its token bias trained or not."""
+    bias = backbone.token_bias
+    if bias is not None:
+        bias.requires_grad_(trained)
+    elif trained:
+        backbone.set_token_bias(torch.zeros(len(backbone.ref_head.weight)), True)
     return backbone
 
 
@@ -146,15 +158,17 @@ def place_policy(backbone: Backbone, config: GradeConfig) -> None:
 
 
 def name_base(backbone: Backbone, name: str | None = None) -> None:
-    """Name the base in the adapter's settings, so that the saved adapter finds it from any working directory.
+    """Name the base for what is saved of the policy, so that it is found from any working directory.
 
     Without a name it is the Hugging Face id, or the absolute path of the folder that the base was read from.
     """
-    config = backbone.peft.peft_config[backbone.peft.active_adapter]
-    source = name or backbone.model.config._name_or_path or config.base_model_name_or_path
+    config = None if backbone.peft is None else backbone.peft.peft_config[backbone.peft.active_adapter]
+    source = name or backbone.model.config._name_or_path or (config and config.base_model_name_or_path)
     if name is None and source and Path(source).is_dir():
         source = str(Path(source).resolve())
-    config.base_model_name_or_path = source
+    backbone.base_name = source or ""
+    if config is not None:
+        config.base_model_name_or_path = source
 
 
 def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:

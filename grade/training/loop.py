@@ -115,7 +115,9 @@ class GradeTrainer:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
         self.given = self.config = config = args
-        policy = make_policy(model, processing_class, peft_config, config.model_init_kwargs, config.seed)
+        policy = make_policy(
+            model, processing_class, peft_config, config.model_init_kwargs, config.seed, config.train_bias
+        )
         place_policy(policy, config)
         self.backbone = policy.view(processing_class, config.temperature)
         self.chosen: dict[str, str] = {}
@@ -157,7 +159,7 @@ class GradeTrainer:
         self.control, self.state = TrainerControl(), TrainerState()
         trackers = get_reporting_integration_callbacks(self.args.report_to)
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback, *trackers, *(callbacks or ()), Lines(self.evaluations)], self.backbone.peft,
+            [DefaultFlowCallback, *trackers, *(callbacks or ()), Lines(self.evaluations)], self.model,
             self.backbone.tokenizer, self.optimizer, self.lr_scheduler,
         )  # fmt: skip
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
@@ -243,6 +245,8 @@ class GradeTrainer:
         """Train, or continue from a checkpoint's folder; True: the newest one of ``output_dir``."""
         if not self.rows:
             raise InputError("train_dataset", self.train_dataset, "rows with a prompt")
+        if not self.backbone.trainable_parameters():
+            raise InputError("model", "a policy of which nothing is trained", "one with an adapter, or train_bias")
         self._begin(resume_from_checkpoint)
         try:
             self._steps()
@@ -316,9 +320,9 @@ class GradeTrainer:
         return self.backbone.tokenizer
 
     @property
-    def model(self) -> PeftModel:
-        """The policy as PEFT's model."""
-        return self.backbone.peft
+    def model(self) -> PeftModel | PreTrainedModel:
+        """The policy as PEFT's model; without an adapter its base."""
+        return self.backbone.peft or self.backbone.model
 
     def _microbatch(self, step: int, number: int) -> Microbatch:
         """Prompts of microbatch ``number`` of a step with the generator for their completions, or completions."""

@@ -24,6 +24,7 @@ from accelerate.utils import broadcast_object_list
 from grade.files import atomic, write_json
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
+from grade.models.token_bias import BIAS_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training.card import model_card
@@ -165,7 +166,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         checkpoints.mkdir()
         for other in others.values():
             step = other.name.removeprefix("checkpoint-")
-            _copy(other, checkpoints / f"step-{step}", [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
+            _copy(other, checkpoints / f"step-{step}", [*ADAPTER_FILES, BIAS_FILE, BASE_FILE, OPTIMIZER_FILE])
     for file, timed in (("history.csv", False), ("timings.csv", True)):
         parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
         write_history(output / file, parts)

@@ -105,8 +105,10 @@ class StepSampler:
         Once a step all processes call this together, and one of them hands over the adapter.
 
         Raises:
-            InputError: If the server fails, or samples another policy.
+            InputError: If the server fails, or samples another policy; it is given no token bias.
         """
+        if backbone.token_bias is not None:
+            raise InputError("sampler", self.address, "none for a policy with a token bias, which no adapter holds")
         start = time.perf_counter()
         if step != self._step:
             name = self._hand_over(backbone) if self.config.process_index == 0 else None

@@ -46,12 +46,12 @@ from grade.errors import InputError
 from grade.gradients.methods import TEACHER
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.gradients.policy_gradient import Completions, Learner
-from grade.models.adapter import ADAPTER_FILES, saved_values
+from grade.models.adapter import has_lora, saved_values
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.models.base import FrozenBase
 from grade.models.compatibility import probe
 from grade.models.head import Head, row_values, wide
-from grade.models.parameters import share_equal
+from grade.models.parameters import share_equal, trained_parameters
 from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.scoring import predicting_hidden, token_kl
 from grade.rewards.base import Reward
@@ -121,6 +121,7 @@ class Teacher:
         beta: Which divergence, see `jensen_shannon`.
         model: A model of its own; None: the policy's base.
         adapter: Values of an adapter on that base, in the order of the policy's; None: without one.
+        token_bias: Its token bias [V], where it has the policy's base; None: without one.
         context: Text in front of the prompt that only the teacher reads.
         encode: From rows to its prompts, where there is a context.
     """
@@ -130,6 +131,7 @@ class Teacher:
     beta: float = 1.0
     model: FrozenBase | None = None
     adapter: Sequence[Tensor] | None = None
+    token_bias: Tensor | None = None
     context: str = ""
     encode: Callable[[Sequence[Mapping[str, Any]]], PromptBatch] | None = None
 
@@ -140,8 +142,10 @@ class Teacher:
     @property
     def head(self) -> Head:
         """The head, at the policy's temperature."""
-        head = self.policy.head if self.model is None else self.model.head
-        return replace(head, temperature=self.policy.head.temperature)
+        temperature = self.policy.ref_head.temperature
+        if self.model is not None:
+            return replace(self.model.head, temperature=temperature)
+        return replace(self.policy.ref_head, token_bias=self.token_bias)
 
     @torch.no_grad()
     def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
@@ -176,7 +180,7 @@ class Teacher:
             with self.policy.reference():
                 yield
         else:
-            parameters = self.policy.trainable_parameters()
+            parameters = trained_parameters(self.policy.model)
             before = [p.data for p in parameters]  # swapped, not overwritten: a graph may need the values
             try:
                 for p, value in zip(parameters, self.adapter, strict=True):
@@ -291,8 +295,10 @@ def make_teacher(
     if isinstance(given, str | Path):
         if str(given) == BASE:
             return teacher
-        if (Path(given) / ADAPTER_FILES[0]).is_file():
-            return replace(teacher, adapter=saved_values(policy.peft, given))
+        values = policy.saved_bias(given)
+        if has_lora(given) or values is not None:
+            adapter = saved_values(policy.peft, given) if has_lora(given) else None
+            return replace(teacher, adapter=adapter, token_bias=values)
         dtype = policy.dtype if dtype is None else DTYPES[dtype]
         model, tokenizer = load_pretrained(given, dtype, field="teacher")
     elif given is policy.model or not isinstance(given, PreTrainedModel):

@@ -105,7 +105,7 @@ def test_hops_converge_and_residual_reports_it(backbone, prompts, reward, estima
     (_, r, _), (_, k) = graph.reward(objective), graph.kl(objective.beta)
     pull, a = graph.pullback(graph.rollout, cfg), [r]
     for _ in range(2):
-        a.append(r + torch.autograd.grad(graph.h, graph.e, pull(a[-1]) + k, retain_graph=True)[0])
+        a.append(r + torch.autograd.grad(graph.h, graph.e, pull(a[-1])[0] + k[0], retain_graph=True)[0])
     torch.testing.assert_close(steps[2][0].residual, (a[2] - a[1]).norm() / a[2].norm())
     # hops = T - 1 already exhausts the nilpotent chain, and one more hop would change nothing
     more = gradient(replay, backbone, prompts, objective, cfg, hops=T + 3)

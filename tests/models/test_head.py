@@ -1,6 +1,7 @@
 """Lean against naive, forward and backward, in float64; and what is kept for backward."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,13 +29,19 @@ HEADS = {
     "scaled": {"scale": 0.7},
     "soft cap": {"softcap": 2.0, "scale": 1.3, "bias": True},
     "soft cap, sampled at 0.7": {"softcap": 2.0, "temperature": 0.7},
+    "token bias": {"token_bias": True, "temperature": 0.7},
+    "soft cap and token bias": {"softcap": 2.0, "scale": 1.3, "token_bias": True, "temperature": 0.7},
 }
 
 
-def make_head(bias=False, dtype=torch.float64, v=V, d=D, **rest):
+def make_head(bias=False, dtype=torch.float64, v=V, d=D, token_bias=False, **rest):
+    """A head; its token bias requires a gradient."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(v, d, generator=generator, dtype=torch.float64).to(dtype)
-    return Head(weight, torch.randn(v, generator=generator, dtype=torch.float64).to(dtype) if bias else None, **rest)
+    bias = torch.randn(v, generator=generator, dtype=torch.float64).to(dtype) if bias else None
+    if token_bias:
+        rest["token_bias"] = torch.randn(v, generator=generator, dtype=vocab.wide(dtype)).requires_grad_()
+    return Head(weight, bias, **rest)
 
 
 def hidden(n=N, d=D, seed=2, dtype=torch.float64):
@@ -48,11 +55,13 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(vocab, "GATHER_ELEMENTS", 3 * K * D)
 
 
-def same(got, want, x):
-    """Values, and their gradients in x along a random vector."""
+def same(got, want, x, head=None):
+    """Values, and their gradients in x, and in the head's token bias if it has one, along a random vector."""
     torch.testing.assert_close(got, want)
-    weight = torch.randn_like(want)
-    torch.testing.assert_close(*(torch.autograd.grad(y, x, weight, retain_graph=True)[0] for y in (got, want)))
+    weight, inputs = torch.randn_like(want), [x]
+    if head is not None and head.token_bias is not None:
+        inputs.append(head.token_bias)
+    torch.testing.assert_close(*(torch.autograd.grad(y, inputs, weight, retain_graph=True) for y in (got, want)))
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
@@ -60,17 +69,48 @@ def same(got, want, x):
 def test_support_logits_against_dense(options, k):
     head, h = make_head(**options), hidden()
     support = torch.stack([torch.randperm(V)[:k] if k < V else torch.arange(V) for _ in range(N)])
-    same(support_logits(head, h, support), head(h).gather(1, support), h)
+    same(support_logits(head, h, support), head(h).gather(1, support), h, head)
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_row_functions_against_autograd_on_dense_logits(options):
     head, h, ref, ids = make_head(**options), hidden(), hidden(seed=3), torch.arange(N) * 7
-    logp, ref_logp = head(h).log_softmax(-1), head(ref).log_softmax(-1).detach()
-    same(kl_divergence(head, h, ref), (logp.exp() * (logp - ref_logp)).sum(-1), h)
-    same(self_certainty(head, h), -logp.mean(-1) - math.log(V), h)
-    same(token_logps(head, h, ids), logp.gather(1, ids[:, None]).squeeze(1), h)
-    same(entropy(head, h), -(logp.exp() * logp).sum(-1), h)
+    ref_head, values = replace(head, token_bias=None), torch.randn(V, dtype=torch.float64)
+    logp, ref_logp = head(h).log_softmax(-1), ref_head(ref).log_softmax(-1).detach()
+    same(kl_divergence(head, h, ref_head, ref), (logp.exp() * (logp - ref_logp)).sum(-1), h, head)
+    same(self_certainty(head, h), -logp.mean(-1) - math.log(V), h, head)
+    same(token_logps(head, h, ids), logp.gather(1, ids[:, None]).squeeze(1), h, head)
+    same(entropy(head, h), -(logp.exp() * logp).sum(-1), h, head)
+    same(expected_values(head, h, lambda rows: values), logp.exp() @ values, h, head)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_token_bias_is_added_between_soft_cap_and_temperature(softcap):
+    options = dict(softcap=softcap, scale=1.3, bias=True)
+    head, h = make_head(**options, token_bias=True, temperature=0.7), hidden()
+    want = (make_head(**options)(h) + head.token_bias) / 0.7
+    torch.testing.assert_close(head(h), want)
+    ids = torch.randint(V, (N, K))
+    torch.testing.assert_close(head.rows(h, ids), want.gather(1, ids))
+
+
+def test_kl_from_the_reference_is_0_without_a_token_bias_and_that_of_the_bias_with_one():
+    head, h = make_head(token_bias=True), hidden()
+    ref_head = replace(head, token_bias=None)
+    assert (kl_divergence(replace(head, token_bias=torch.zeros(V).double()), h, ref_head, h).abs() < 1e-14).all()
+    assert (kl_divergence(head, h, ref_head, h) > 0.01).all()
+
+
+def test_a_trained_token_bias_keeps_what_makes_the_logits_and_none_of_them():
+    """Hidden states, the reference's and the gradient in hidden states: N D numbers each, whatever V is."""
+
+    def kept(v):
+        head, h, ref = make_head(v=v, dtype=torch.float32, token_bias=True), hidden(dtype=torch.float32), hidden(seed=3)
+        ref, ref_head = ref.float().detach(), replace(head, token_bias=None)
+        exclude = [head.weight, head.token_bias]
+        return saved_bytes(lambda: kl_divergence(head, h, ref_head, ref), exclude=exclude)
+
+    assert kept(3000) == kept(1000) == 3 * N * D * 4
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,7 +121,7 @@ def test_kl_of_nearly_equal_float32_rows_is_zero(offset, noise):
     generator = torch.Generator().manual_seed(0)
     weight = torch.cat([torch.randn(v, 3, generator=generator), torch.full((v, 1), offset)], 1)
     h = torch.cat([torch.randn(2, 3, generator=generator), torch.ones(2, 1)], 1)
-    kl = kl_divergence(Head(weight), h, h * (1 + noise))
+    kl = kl_divergence(Head(weight), h, Head(weight), h * (1 + noise))
     assert kl.abs().max() <= 1e-6
 
 
@@ -135,15 +175,15 @@ def test_a_row_function_keeps_one_hidden_state_per_row_and_nothing_without_gradi
     head, h, ref = make_head(v=vocab, dtype=torch.float32), hidden(dtype=torch.float32), hidden(seed=3).float().detach()
     values = torch.rand(vocab)
     expected = lambda *given: expected_values(*given, lambda rows: values)  # noqa: E731
-    for function in (self_certainty, entropy, expected, lambda *given: kl_divergence(*given, ref)):
+    for function in (self_certainty, entropy, expected, lambda head, h: kl_divergence(head, h, head, ref)):
         assert saved_bytes(lambda function=function: function(head, h), exclude=[h, head.weight]) == N * D * 4
         with torch.no_grad():
             assert saved_bytes(lambda function=function: function(head, h)) == 0
 
 
 def test_forbidden_tokens_have_no_share_where_they_are_forbidden():
-    head, h, ids = make_head(temperature=0.5), hidden(), torch.arange(N)
+    head, h, ids = make_head(temperature=0.5, token_bias=True), hidden(), torch.arange(N)
     where, banned = ids > 5, torch.isin(torch.arange(V), torch.tensor([1, 3]))
     logits = head(h).masked_fill(where[:, None] & banned, -torch.inf)
     want = logits.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
-    same(token_logps(head, h, ids, (1, 3), where), want, h)
+    same(token_logps(head, h, ids, (1, 3), where), want, h, head)

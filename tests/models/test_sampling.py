@@ -67,7 +67,7 @@ def test_logits_that_are_not_finite_are_refused(row, backbone):
             logits[row] = math.nan
             return logits
 
-    backbone.head = Broken()
+    backbone.ref_head = Broken()
     with pytest.raises(InputError, match="NaN or infinity for 1 of 3 prompts"):
         generate(backbone, make_prompts(), 2, torch.Generator(), 0.0)
 

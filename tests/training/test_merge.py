@@ -63,7 +63,7 @@ def test_a_merged_folder_has_the_bases_settings_and_tokenizer_and_no_adapter(bas
 ])  # fmt: skip
 def test_weights_are_added_in_float32_and_rounded_once(bases, tmp_path, base, dtype, kind):
     make_adapter(bases / base, tmp_path / "adapter")
-    assert merge(tmp_path / "adapter", tmp_path / "out", dtype) == kind
+    assert merge(tmp_path / "adapter", tmp_path / "out", dtype).dtype == kind
     lora = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     a, b = (lora[f"base_model.model.{Q_PROJ}.lora_{x}.weight"].float() for x in "AB")
     weight = load_file(bases / base / "model.safetensors")[f"{Q_PROJ}.weight"].float()

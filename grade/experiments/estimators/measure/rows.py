@@ -145,17 +145,17 @@ def _row(setting: Setting, generator: torch.Generator) -> Iterator[tuple[tuple[s
             for kind in policy:
                 greedy = _greedy(setting, name) if kind == "remax" else None
                 coefficients = advantages(groups, kind, greedy).flatten() / setting.size
-                yield (name, kind), graph.parameter_gradient(graph.policy(coefficients) - k)
+                yield (name, kind), graph.parameter_gradient([graph.policy(coefficients)[0] - k[0]])
             for variant, pull in zip(variants, pulls, strict=True):
                 v, _, _ = graph.adjoint(r, k, pull, variant.hops)
                 yield (name, variant.name), -graph.parameter_gradient(v)
 
 
-def _targets(setting: Setting, graph: ReplayGraph) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def _targets(setting: Setting, graph: ReplayGraph) -> Iterator[tuple[str, Tensor, Tensor, list[Tensor]]]:
     """For each reward: its name, values [B G], and adjoints r and k of *minus* it."""
     for name, model in setting.rewards.items():
         values, r, _ = graph.reward(Objective(model, 0.0))
-        yield name, values, r, torch.zeros(())
+        yield name, values, r, [torch.zeros(())]
     if setting.kl:
         kl, k = graph.kl(-1.0)
         yield KL, sequence_mean(kl, graph.rollout.completion_mask), torch.zeros_like(graph.e), k
