@@ -37,7 +37,10 @@ RELAXED: dict[str, Relaxed] = {name: Relaxed(name, "replay") for name in ESTIMAT
 }
 """The last two are the source document's: the whole graph of the rollout is kept."""
 POLICY_GRADIENTS: tuple[str, ...] = ("reinforce", "rloo", "remax", "grpo", "ppo")
-TEACHER, AUTO = "teacher", "auto"
+TILT, TEACHER, AUTO = "tilt", "teacher", "auto"
+
+FALLBACK = "rloo"
+"""What `auto` trains with where tokens alone do not explain a reward: unbiased, and any reward will do."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ METHODS: dict[str, Method] = {
     "remax": Method(f"{_POLICY_GRADIENT}:RemaxSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "grpo": Method(f"{_POLICY_GRADIENT}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "ppo": Method(f"{_POLICY_GRADIENT}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    TILT: Method("grade.training.tilt:TiltSettings", "grade.training.tilt:TiltLearner"),
     TEACHER: Method("grade.training.teacher:TeacherSettings", "grade.training.teacher:TeacherGradient"),
     AUTO: Method("grade.training.auto:AutoSettings"),
 }
@@ -102,7 +106,8 @@ class MethodConfig(Config):
 
     method: MethodName = Field(
         AUTO,
-        description="auto: chosen from the reward; teacher: no reward, a teacher's distributions; "
+        description="auto: chosen from the reward; tilt: a token bias, refitted every step; teacher: no reward, a "
+        "teacher's distributions; "
         f"{', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
         f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward",
     )
@@ -116,10 +121,11 @@ class MethodConfig(Config):
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> type[MethodConfig]:
-        """This class with the fields of the method and of the capabilities that the values name."""
+        """This class with the fields of the method, the one ``then``, and the capabilities that the values name."""
         method = values.get("method", cls.model_fields["method"].default)
+        methods = (method, values["then"]) if values.get("then") not in (None, AUTO) else (method,)
         capabilities = (name for name in CAPABILITIES if any(_belongs(key, name) for key in values))
-        return _composed(cls.__dict__.get("base", cls), method, tuple(capabilities))
+        return _composed(cls.__dict__.get("base", cls), methods, tuple(capabilities))
 
     @classmethod
     def described(cls, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -205,9 +211,11 @@ def _all_settings() -> dict[str, type[Config]]:
 
 
 @functools.cache
-def _composed(cls: type[MethodConfig], method: str, capabilities: tuple[str, ...]) -> type[MethodConfig]:
-    """A config class with the fields of a method and of capabilities."""
-    paths = [METHODS[method].settings] if method in METHODS else []  # the field's own check refuses another name
+def _composed(cls: type[MethodConfig], methods: tuple[str, ...], capabilities: tuple[str, ...]) -> type[MethodConfig]:
+    """A config class with the fields of methods and of capabilities."""
+    paths = [
+        METHODS[name].settings for name in methods if name in METHODS
+    ]  # the field's own check refuses another name
     paths += [CAPABILITIES[name] for name in capabilities]
     parts = tuple(import_object(path) for path in dict.fromkeys(paths))
     kind = pydantic.create_model(cls.__name__, __base__=(*parts, cls), __module__=cls.__module__, __doc__=cls.__doc__)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -103,9 +103,7 @@ class ClippedSettings(Config):
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="clip range of the probability ratio")
     passes_per_step: Annotated[int, Field(ge=1)] = Field(1, description="passes over a step's completions")
-    minibatches: PositiveInt = Field(
-        1, description="updates per pass; each uses an equal share of every microbatch"
-    )
+    minibatches: PositiveInt = Field(1, description="updates per pass; each uses an equal share of every microbatch")
 
     @property
     def updates(self) -> int:
@@ -119,9 +117,7 @@ class GRPOSettings(ClippedSettings, GroupSettings):
     scale_rewards: Literal["group", "none"] = Field(
         "none", description="group divides advantages by the group's standard deviation, as published; biased"
     )
-    self_certainty_reward: bool = Field(
-        False, description="the completion's self-certainty is the reward (Intuitor)"
-    )
+    self_certainty_reward: bool = Field(False, description="the completion's self-certainty is the reward (Intuitor)")
 
 
 class PPOSettings(ClippedSettings, SampledSettings):
@@ -184,6 +180,7 @@ class StepContext:
     microbatches: int  # microbatches per step, over all processes
     apply: Callable[[], object]  # takes an optimizer step with the current gradients
     total: Callable[[Tensor], Tensor] = lambda x: x  # sums a tensor over processes
+    gather: Callable[[list[Any]], list[Any]] = lambda x: x  # joins lists of all processes, in order of rank
     step: int = 0  # optimizer steps before this one
 
 
@@ -212,6 +209,7 @@ class Learner:
         self.config, self.backbone = config, backbone
         self.means: list[float] = []  # mean return of each earlier step, if the method reads them
         self.figures: dict[str, list[Tensor]] = {}  # of the last step, by name
+        self.direction: Tensor | None = None  # of the token bias [V], where the last step sets that
 
     def parameters(self) -> list[nn.Parameter]:
         """Trained parameters other than the adapter's."""

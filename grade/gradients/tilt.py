@@ -39,9 +39,10 @@ from scipy.optimize import brentq
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
+from grade.gradients.objective import Objective
 from grade.models.batch import PromptBatch
+from grade.models.head import EmbeddingTable
 from grade.models.policy import Policy
-from grade.rewards.base import Reward, scored_text
 
 LEAST_EFFECTIVE = 8.0
 """Effective samples per prompt below which n samples say nothing about a law."""
@@ -157,7 +158,7 @@ def fit_values(
     y = rewards.double().cpu().numpy()
     features = _counts(ids, mask, vocab)
     others = _counts(prompts.ids, prompts.mask, vocab) if prompts is not None and group == 1 else None
-    scored = np.isfinite(y).reshape(-1, group).all(1).repeat(group)
+    scored = _scored(y, group)
     y, features, others = y[scored], features[scored], None if others is None else others[scored]
     if group > 1:
         y, features = _centred(y, group), _centred(features, group)
@@ -174,30 +175,69 @@ def fit_values(
 def r2_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
     """Share of rewards' variance within groups that values [V] explain, at the best factor; negative if they oppose it.
 
-    ``sign(corr) corr^2``: for completions that the values were not fitted on.
+    ``sign(corr) corr^2``, of completions that the values were not fitted on; arguments as of `fit_values`.
     """
-    predicted = _centred((values.to(ids.device)[ids] * mask).sum(1).double().cpu().numpy(), group)
-    y = _centred(rewards.double().cpu().numpy(), group)
-    product = predicted @ y
-    return float(np.sign(product) * product**2 / max((predicted @ predicted) * (y @ y), 1e-300))
+    predicted, y = _within(values, ids, mask, rewards, group)
+    product = float(predicted @ y)
+    return float(np.sign(product)) * product**2 / max(float((predicted @ predicted) * (y @ y)), 1e-300)
 
 
-def gradient_values(reward: Reward, policy: Policy, batches: Iterable[tuple[PromptBatch, Tensor, Tensor]]) -> Tensor:
+def slope_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
+    """Factor by which values [V] predict rewards within groups best; at least 0."""
+    predicted, y = _within(values, ids, mask, rewards, group)
+    return max(0.0, float(predicted @ y) / max(float(predicted @ predicted), 1e-300))
+
+
+def agreement(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> np.ndarray:
+    """Covariance of prediction and reward in each group, over the spread of both: their sum is the correlation."""
+    predicted, y = _within(values, ids, mask, rewards, group)
+    spread = max(float((predicted @ predicted) * (y @ y)), 1e-300) ** 0.5
+    return (predicted * y).reshape(-1, group).sum(1) / spread
+
+
+def _within(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """What values predict, and rewards, relative to their group's mean; of groups in which every reward is finite."""
+    y = rewards.double().cpu().numpy()
+    scored = _scored(y, group)
+    predicted = (values.double().to(ids.device)[ids] * mask).sum(1).cpu().numpy()
+    return _centred(predicted[scored], group), _centred(y[scored], group)
+
+
+def _scored(rewards: np.ndarray, group: int) -> np.ndarray:
+    """Rows [n] of groups in which every reward is finite."""
+    return np.isfinite(rewards).reshape(-1, group).all(1).repeat(group)
+
+
+def gradient_values(
+    objective: Objective, policy: Policy, batches: Iterable[tuple[PromptBatch, Tensor, Tensor]]
+) -> Tensor:
     """Values of tokens [V] from one gradient of a differentiable reward: ``s(v) = E[v] . g``, in units of the reward.
 
     g [D] is the reward's gradient in the embeddings of completions (prompts, ids and mask [B, T] of each batch), its
-    mean over completions and positions. This is the direction in which straight-through gradients push every logit,
-    averaged, and followed exactly instead of by an adapter.
+    mean over completions and positions; where rewards read a table of their own, the sum over tables. This is the
+    direction in which straight-through gradients push every logit, averaged, and followed exactly instead of by an
+    adapter.
     """
-    total, number = torch.zeros_like(policy.embedding_weight[0], dtype=torch.float64), 0.0
+    table = EmbeddingTable(policy.embedding_weight, policy.embedding_scale)
+    sums: dict[int, tuple[EmbeddingTable, Tensor]] = {}
+    number = 0.0
     for prompts, ids, mask in batches:
-        embeds = policy.embed(ids).detach().requires_grad_()
+        leaves: dict[int, tuple[EmbeddingTable, Tensor]] = {}
+
+        def embedded(table: EmbeddingTable, ids: Tensor = ids, leaves: dict = leaves) -> Tensor:
+            leaves[id(table)] = table, table.embed(ids).detach().requires_grad_()
+            return leaves[id(table)][1]
+
         with torch.enable_grad():
-            values = reward.differentiable(*scored_text(reward.scope, prompts, policy.embed(prompts.ids), embeds, mask))
-            (gradient,) = torch.autograd.grad(values.sum(), embeds)
-        total += (gradient.double() * mask.unsqueeze(-1)).sum((0, 1))
+            value = objective.reward(table.embed(prompts.ids), prompts, embedded(table), mask, embedded)
+            tables, embeds = zip(*leaves.values(), strict=True)
+            gradients = torch.autograd.grad(value.sum(), embeds, allow_unused=True)
+        for one, gradient in zip(tables, gradients, strict=True):
+            if gradient is not None:
+                total = (gradient.double() * mask.unsqueeze(-1)).sum((0, 1))
+                sums[id(one)] = one, total + sums.get(id(one), (one, 0.0))[1]
         number += float(mask.sum())
-    values = policy.embedding_weight.double() @ (total * policy.embedding_scale / number)
+    values = sum(one.weight.double() @ (total * one.scale / number) for one, total in sums.values())
     return (values - values.mean()).float()
 
 

@@ -120,15 +120,20 @@ class KLSteering:
         half = slice(None, None, 2)
         self.completions.append((prompts[half], ids[half], mask[half]))
 
-    def after_update(self, step: int) -> dict[str, Tensor]:
-        """Scale the change of step s = 1 to S; figures for the log."""
+    def after_update(self, step: int, direction: Tensor | None = None) -> dict[str, Tensor]:
+        """Scale the change of step s = 1 to S; figures for the log.
+
+        With a ``direction`` [V] the step sets the token bias: along it, as long as the budget allows.
+        """
         policy, budget = self.backbone.trainable_parameters(), self.budget
         least, most = self.config.min_completion_length, self.config.max_completion_length
         with restoring(policy):
             set_values(policy, self.before)
             batch = BatchKL(self.backbone, self.completions, least, most, self.total)
         wanted = budget.wanted(step, batch.start)
-        if budget.exceeded(step):  # the step is not taken, and the next one begins with its own length
+        if direction is not None:
+            scale, landed = set_length(self.backbone, batch, direction, wanted, TOLERANCE)
+        elif budget.exceeded(step):  # the step is not taken, and the next one begins with its own length
             set_values(policy, self.before)
             landed = scale_adapter(self.backbone, batch, budget.after(step) / budget.kl, TOLERANCE)
             scale, budget.scale = 0.0, 1.0
@@ -140,8 +145,11 @@ class KLSteering:
         figures = {"kl_budget": budget.after(step), "kl_scale": scale}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 
-    def land(self, batch: BatchKL) -> None:
-        """Scale the adapter to the target, on completions drawn for that."""
+    def land(self, batch: BatchKL, direction: Tensor | None = None) -> None:
+        """Scale the adapter, or the token bias along its direction, to the target, on completions drawn for that."""
+        if direction is not None:
+            set_length(self.backbone, batch, direction, self.config.target_kl, LAST_TOLERANCE)
+            return
         scale_adapter(self.backbone, batch, self.config.target_kl / max(batch.start, 1e-12), LAST_TOLERANCE)
 
 
@@ -160,6 +168,25 @@ def scale_adapter(backbone: Backbone, batch: BatchKL, growth: float, tolerance: 
             set_values(scaled, zeros)
             nearest = batch.measure()
     return scale_step(scaled, zeros, nearest, wanted, batch.measure, first, tolerance)[1]
+
+
+@torch.no_grad()
+def set_length(
+    backbone: Backbone, batch: BatchKL, direction: Tensor, wanted: float, tolerance: float
+) -> tuple[float, float]:  # fmt: skip
+    """Set the token bias along a direction [V], at the length that gives a batch the KL wanted; its factor, and KL.
+
+    The first length has the KL of small biases, ``sum_t Var(b(y_t)) / 2``, with the variance over the batch's tokens.
+    """
+    bias = backbone.token_bias
+    tokens = torch.cat([direction[ids[mask.bool()]] for _, ids, mask in batch.completions])
+    spread = float(tokens.std()) if len(tokens) > 1 else 0.0
+    if not spread > 0:
+        return 0.0, batch.start
+    length = math.sqrt(2 * wanted * sum(len(ids) for _, ids, _ in batch.completions) / len(tokens)) / spread
+    bias.copy_(direction * length)
+    factor, kl = scale_step([bias], [torch.zeros_like(bias)], 0.0, wanted, batch.measure, tolerance=tolerance)
+    return factor * length, kl
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
@@ -167,9 +168,9 @@ class GradeTrainer:
     def _with_method(self, config: GradeConfig, rewards: Any, teacher: Any) -> GradeConfig:
         """The settings with the method that ``auto`` stands for."""
         if config.method == AUTO:
-            method, why = import_object("grade.training.auto:choose_method")(config, rewards, teacher is not None)
-            config = config.replace(method=method)
-            self.choose("method", f"{method}: {why}")
+            chosen, why = import_object("grade.training.auto:choose_method")(config, rewards, teacher is not None)
+            config = config.replace(**chosen)
+            self.choose("method", f"{config.method}: {why}")
         if config.method == TEACHER and teacher is None:
             raise InputError("teacher", None, f"a model to learn from, with method {TEACHER}")
         return config
@@ -299,18 +300,18 @@ class GradeTrainer:
             self._microbatch(step, number * config.world_size + config.process_index)
             for number in range(config.gradient_accumulation_steps)
         ]
-        context = StepContext(config.microbatches, self._update, self._sum, step - 1)
+        context = StepContext(config.microbatches, self._update, self._sum, gather_object, step - 1)
         parts = self.method.step(microbatches, self.objective, context)
         self._note(parts, microbatches)
         self._check_weights(step)
         if self.steering is not None:
-            self.log_buffer.add(self.steering.after_update(step))
+            self.log_buffer.add(self.steering.after_update(step, self.method.direction))
         self.lr_rate = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
         self.state.global_step, self.state.epoch = step, self.passes(step)
         if self.steering is not None and step == config.max_steps:
-            self.steering.land(self._fresh_batch(self.steering.landing))
+            self.steering.land(self._fresh_batch(self.steering.landing), self.method.direction)
         self.log_buffer.add({"step_time": time.perf_counter() - start})
         self.seconds += time.perf_counter() - start
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from grade.gradients.objective import Objective
 from grade.gradients.tilt import Law, efficiency, fit_values, gradient_values, limit_at, limit_for, r2_of
 from grade.models.batch import PromptBatch
 from grade.rewards.base import EmbeddingReward
@@ -128,6 +129,8 @@ def test_the_gradient_of_a_reward_linear_in_embeddings_gives_its_values(scope):
     mask = torch.ones_like(ids)
     mask[0, 3:] = 0
     prompts = PromptBatch(ids[:, :2], torch.ones_like(ids[:, :2]))
-    values = gradient_values(reward, policy, [(prompts[:4], ids[:4], mask[:4]), (prompts[4:], ids[4:], mask[4:])])
+    values = gradient_values(
+        Objective(reward, 0.0, scope), policy, [(prompts[:4], ids[:4], mask[:4]), (prompts[4:], ids[4:], mask[4:])]
+    )
     true = policy.embed(torch.arange(policy.vocab_size)) @ weight
     assert torch.allclose(values, true - true.mean(), atol=1e-5)

@@ -1,0 +1,194 @@
+"""Method `tilt`: no adapter and no gradient descent, but a token bias fitted to what is known of the reward.
+
+Each step samples completions of the policy, has them scored, refits the values of tokens on all completions so far
+(`grade.gradients.tilt`), and sets the bias along them: at the length whose KL is the step's budget with ``target_kl``,
+else at ``values * T / beta``, the maximum of ``E[sum_t s(y_t)] - beta * mean_t KL_t`` at every position. Completions of
+former biases are as good as new ones: the regression compares completions of one prompt, whoever wrote them.
+
+A differentiable reward is also asked for its gradient; the regression then explains what that misses.
+
+With ``then`` the bias is kept as it is from the middle of the run on, and another method trains the adapter beside it:
+what context explains, a bias cannot have. With ``then: auto`` this is `rloo`, after a quarter of the run and without
+the bias, if the values do not predict rewards of completions that they were not fitted on; otherwise the bias alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import AfterValidator, Field
+from torch import Tensor, nn
+
+from grade.config import allowed_names
+from grade.errors import InputError
+from grade.gradients.methods import AUTO, FALLBACK, METHODS, TEACHER, TILT
+from grade.gradients.objective import GradientStep, Objective
+from grade.gradients.policy_gradient import (
+    Completions,
+    GroupSettings,
+    Learner,
+    Microbatch,
+    StepContext,
+    penalised,
+    scored_rewards,
+)
+from grade.gradients.tilt import agreement, fit_values, gradient_values, r2_of, slope_of
+from grade.models.scoring import token_kl
+from grade.plugins import import_object
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+    from grade.training.config import GradeConfig
+
+SECOND_HALF = 0.5
+"""Share of the steps after which ``then`` trains the adapter."""
+LOOK = 0.25
+"""Share of the steps after which ``then: auto`` decides."""
+SIGNIFICANT = 2.0
+"""Standard errors by which rewards must rise with what the values predicted of them."""
+
+
+def _follower(name: str) -> str:
+    known = ["", *(method for method in METHODS if method not in (TILT, TEACHER))]
+    if name not in known:
+        raise InputError("then", name, allowed_names(name, known[1:]))
+    return name
+
+
+class TiltSettings(GroupSettings):
+    """Settings of `tilt`."""
+
+    then: Annotated[str, AfterValidator(_follower)] = Field(
+        "",
+        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo, "
+        "sooner and without the bias, where tokens alone do not explain the reward",
+    )
+
+
+class TiltLearner(Learner):
+    """The values of tokens, refitted every step; with ``then`` also the method that follows."""
+
+    def __init__(self, config: GradeConfig, backbone: Backbone) -> None:
+        super().__init__(config, backbone)
+        if config.target_kl is None and not config.beta:
+            allowed = f"a KL in nats per completion, or beta above 0, with method {TILT}: nothing else limits the bias"
+            raise InputError("target_kl", None, allowed)
+        if backbone.token_bias is None:
+            backbone.set_token_bias(torch.zeros(backbone.vocab_size))
+        name = FALLBACK if config.then == AUTO else config.then
+        self.second: Learner | None = None
+        if name:
+            values = {key: getattr(config, key) for key in config.model_fields_set} | {"num_generations": config.group}
+            second = config.base(**config.values_for(name, values))
+            self.second = import_object(METHODS[name].learner)(second, backbone)
+        self.ids, self.mask, self.rewards = self._empty()  # all completions so far, in groups of one prompt
+        self.gradient = torch.zeros(backbone.vocab_size)  # values by the reward's gradient, summed over steps
+        self.values: Tensor | None = None  # [V] in units of the reward
+        self.agreement: list[float] = []  # of each group with what was predicted of it
+        self.refuted = False  # whether the bias was dropped
+
+    def _empty(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows = torch.zeros(0, self.config.max_completion_length, dtype=torch.long)
+        return rows, rows.clone(), torch.zeros(0, dtype=torch.float64)
+
+    def parameters(self) -> list[nn.Parameter]:  # noqa: D102
+        return [] if self.second is None else self.second.parameters()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Completions with their rewards, values, and the following method's state."""
+        kept = {"ids": self.ids, "mask": self.mask, "rewards": self.rewards, "gradient": self.gradient,
+                "agreement": torch.tensor(self.agreement, dtype=torch.float64),
+                "refuted": torch.tensor(self.refuted)}  # fmt: skip
+        if self.values is not None:
+            kept["values"] = self.values
+        following = {} if self.second is None else self.second.tensors()
+        return kept | {f"then.{name}": tensor for name, tensor in following.items()}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Continue where `tensors` was taken."""
+        self.ids, self.mask, self.rewards = (tensors[name] for name in ("ids", "mask", "rewards"))
+        self.gradient, self.values = tensors["gradient"], tensors.get("values")
+        self.agreement, self.refuted = tensors["agreement"].tolist(), bool(tensors["refuted"])
+        if self.second is not None:
+            self.second.means = self.means
+            names = [name for name in tensors if name.startswith("then.")]
+            self.second.load_tensors({name.removeprefix("then."): tensors[name] for name in names})
+
+    def step(
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        """Sample, score and refit; or a step of the method that follows."""
+        self.figures, self.direction = {}, None
+        if self._follows(context.step):
+            parts = self.second.step(self._repeated(microbatches), objective, context)
+            self.figures, self.means = self.second.figures, self.second.means
+            return parts
+        fresh = list(self.sampled(microbatches))
+        parts = [self._scored(completions, objective) for completions in fresh]
+        self._remember(parts, context)
+        self._fit(fresh, objective, context)
+        context.apply()  # no gradient: callbacks and the learning rate's schedule see a step
+        return parts
+
+    def _follows(self, step: int) -> bool:
+        """Whether this step, from 0, is the following method's."""
+        if self.second is None:
+            return False
+        if self.config.then != AUTO:
+            return step >= SECOND_HALF * self.config.max_steps
+        if not self.refuted and step >= LOOK * self.config.max_steps and not self.significant:
+            self.refuted = True
+            self.backbone.token_bias.data.zero_()
+        return self.refuted
+
+    @property
+    def significant(self) -> bool:
+        """Whether rewards rise with what was predicted of them, by `SIGNIFICANT` standard errors over groups."""
+        groups = torch.tensor(self.agreement)
+        return len(groups) > 2 and float(groups.mean()) > SIGNIFICANT * float(groups.std()) / len(groups) ** 0.5
+
+    def _repeated(self, microbatches: Iterable[Microbatch]) -> Iterable[Microbatch]:
+        """Each prompt as often as it had completions, for a method that samples one of each."""
+        times = self.config.group // self.second.config.group
+        for one in microbatches:
+            yield one if isinstance(one, Completions) else (one[0].repeat(times), one[1])
+
+    @torch.no_grad()
+    def _scored(self, completions: Completions, objective: Objective) -> GradientStep:
+        prompts, ids, mask = completions.text
+        reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
+        kl = token_kl(self.backbone, self.hidden(prompts, ids), self.reference(prompts, ids), mask)
+        loss = -penalised(reward, kl, mask, objective.beta).nanmean().nan_to_num(0.0)
+        return GradientStep(ids, mask, reward, kl, loss)
+
+    def _remember(self, parts: Sequence[GradientStep], context: StepContext) -> None:
+        """Add completions of all processes; those are also a test of the values fitted before."""
+        rows = [(part.completion_ids.cpu(), part.completion_mask.cpu(), part.reward.double().cpu()) for part in parts]
+        rows = context.gather(rows)
+        missing = [(0, self.ids.shape[1] - ids.shape[1]) for ids, _, _ in rows]
+        ids, mask = (torch.cat([F.pad(row[i], pad) for row, pad in zip(rows, missing, strict=True)]) for i in (0, 1))
+        rewards = torch.cat([row[2] for row in rows])
+        if self.values is not None:
+            found = agreement(self.values, ids, mask, rewards, self.config.group)
+            self.agreement += found.tolist()
+            self._note({"tilt/r2": r2_of(self.values, ids, mask, rewards, self.config.group)})
+        self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, mask])
+        self.rewards = torch.cat([self.rewards, rewards])
+
+    def _fit(self, fresh: Sequence[Completions], objective: Objective, context: StepContext) -> None:
+        rewards, by_gradient = self.rewards, torch.zeros_like(self.gradient)
+        if all(part.differentiable for part in objective.reward_model.parts):
+            of_step = [gradient_values(objective, self.backbone, [one.text]) for one in fresh]
+            self.gradient += context.total(sum(of_step) / context.microbatches).cpu()
+            by_gradient = self.gradient * slope_of(self.gradient, self.ids, self.mask, rewards, self.config.group)
+            rewards = rewards - (by_gradient[self.ids] * self.mask).sum(1)
+        rest = fit_values(self.ids, self.mask, rewards, len(self.gradient), group=self.config.group)
+        self.values = by_gradient + (rest.values if rest.r2 > 0 else 0)
+        if self.config.target_kl is not None:
+            self.direction = self.values.to(self.backbone.device)
+        else:
+            length = self.config.max_completion_length / objective.beta
+            self.backbone.set_token_bias(self.values * length)
