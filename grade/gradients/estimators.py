@@ -103,9 +103,7 @@ class Estimator:
     dense: bool = False
 
     @torch.no_grad()
-    def draw(
-        self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Support and noise of one position that choose its token.
 
         Args:

@@ -103,9 +103,7 @@ class ClippedSettings(Config):
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="clip range of the probability ratio")
     passes_per_step: Annotated[int, Field(ge=1)] = Field(1, description="passes over a step's completions")
-    minibatches: PositiveInt = Field(
-        1, description="updates per pass; each uses an equal share of every microbatch"
-    )
+    minibatches: PositiveInt = Field(1, description="updates per pass; each uses an equal share of every microbatch")
 
     @property
     def updates(self) -> int:
@@ -119,9 +117,7 @@ class GRPOSettings(ClippedSettings, GroupSettings):
     scale_rewards: Literal["group", "none"] = Field(
         "none", description="group divides advantages by the group's standard deviation, as published; biased"
     )
-    self_certainty_reward: bool = Field(
-        False, description="the completion's self-certainty is the reward (Intuitor)"
-    )
+    self_certainty_reward: bool = Field(False, description="the completion's self-certainty is the reward (Intuitor)")
 
 
 class PPOSettings(ClippedSettings, SampledSettings):

@@ -42,7 +42,6 @@ class RelaxedSettings(Config):
             max_new_tokens=self.max_completion_length, min_new_tokens=self.min_completion_length,
         )  # fmt: skip
 
-
     def engine(self) -> Engine:
         """The engine of the method, which keeps the whole graph."""
         return make_engine(RELAXED[self.method].engine)

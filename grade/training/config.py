@@ -69,9 +69,7 @@ class GradeConfig(MethodConfig):
     per_device_train_batch_size: PositiveInt = Field(
         8, description="completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
     )
-    gradient_accumulation_steps: PositiveInt = Field(
-        1, description="microbatches of a process in an optimizer step"
-    )
+    gradient_accumulation_steps: PositiveInt = Field(1, description="microbatches of a process in an optimizer step")
     learning_rate: Rate = Field(2e-4, description="AdamW learning rate of the adapter")
     lr_scheduler_type: str = Field("linear", description="learning rate schedule, one of transformers' names")
     warmup_steps: NonNegativeFloat = Field(

@@ -96,9 +96,7 @@ def test_training_through_a_server_is_training_on_its_completions(base, server, 
 
 def test_a_step_is_the_methods_gradient_of_those_completions(base, server, tmp_path):
     """Of all of its microbatches."""
-    made, other = (
-        trainer(base, tmp_path, max_grad_norm=0.0, max_steps=1, sampler=server.address) for _ in range(2)
-    )
+    made, other = (trainer(base, tmp_path, max_grad_norm=0.0, max_steps=1, sampler=server.address) for _ in range(2))
     for each in (made, other):
         each.optimizer = torch.optim.SGD(each.backbone.trainable_parameters(), lr=0.5)
         each.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(each.optimizer, 1.0)
