@@ -85,7 +85,7 @@ LOADING = [
     ("--reward rewards.py:infinite", "infinite"),
     ("--reward rewards.py:words", "words"),
     ("--reward rewards.py:raises", "the judge is asleep"),
-]
+]  # fmt: skip
 OTHERS = [
     ("", "", "command"), ("trian", "", "invalid choice"), ("generate", "--no-such-option", "--no-such-option"),
     ("memory", "--batch_sice 2", "did you mean 'batch_size'"), ("memory", "--model nowhere", "nowhere"),
