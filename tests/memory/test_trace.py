@@ -44,6 +44,7 @@ CASES = [
     },
     {"dtype": "bfloat16"},
     {"adapter": "full", "base_copies": 3},
+    {"train_bias": True},
 ]
 METHODS = [
     dict(method="reinforce", batch_size=3),
@@ -56,6 +57,7 @@ METHODS = [
     dict(method="ppo", batch_size=2, dtype="bfloat16", gradient_checkpointing=True),
     dict(method="ppo", batch_size=2, autocast=True),
     dict(method="st", batch_size=3),
+    dict(method="rloo", num_generations=3, train_bias=True),
     dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
 ]
 STEP = dict(prompt_tokens=4, max_new_tokens=6, dtype="float32")
