@@ -73,6 +73,14 @@ def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_n
     assert (short.peak_phase, short.flops) == (full.peak_phase, full.flops)
 
 
+def test_a_trained_token_bias_is_counted_with_its_gradient_and_adamws_two_moments(five_layers):
+    with_bias, without = (trace(StepConfig(model=five_layers, train_bias=b, **SMALL), device="cpu") for b in (True, False))
+    bytes_of_bias = TINY["vocab_size"] * 4
+    for category, times in (("adapter", 1), ("optimizer", 2), ("gradients", 1)):
+        more = with_bias.phases["optimizer"][category] - without.phases["optimizer"][category]
+        assert more == pytest.approx(times * bytes_of_bias, abs=512), category  # a step count is rounded to 512
+
+
 UNLIKE = [  # two dense layers first; attention in every second layer, as transformers computes; in every fourth
     (Qwen3MoeConfig, dict(num_hidden_layers=9, mlp_only_layers=[0, 1], num_experts=8, moe_intermediate_size=32), 5),
     (BambaConfig, dict(num_hidden_layers=10, attn_layer_indices=[1, 3, 5, 7, 9], mamba_n_heads=4, mamba_d_head=32,

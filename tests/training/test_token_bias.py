@@ -91,18 +91,28 @@ def test_a_bias_can_be_trained_without_an_adapter(tmp_path):
         trainer(backbone, tmp_path).train()
 
 
-@pytest.mark.parametrize("trainable", [False, True])
-def test_what_is_trained_is_scaled_to_the_target(trainable):
-    backbone = make_backbone(perturb=False)
-    perturb_adapter(backbone, scale=0.05)
+def policy_and_its_kl(trainable):
+    backbone = perturb_adapter(make_backbone(perturb=False), scale=0.05)
     bias = 0.5 * torch.randn(VOCAB, dtype=torch.float64, generator=generator())
     backbone.set_token_bias(bias, trainable)
     ids, mask = torch.randint(3, VOCAB, (3, 6), generator=generator()), torch.ones(3, 6, dtype=torch.long)
-    batch = BatchKL(backbone, [(make_prompts(), ids, mask)])
+    return backbone, bias, BatchKL(backbone, [(make_prompts(), ids, mask)])
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_what_is_trained_is_scaled_to_the_target(trainable):
+    backbone, bias, batch = policy_and_its_kl(trainable)
     target = batch.start.kl * (0.2 if trainable else 1.2)  # less than the bias's own KL, if that is trained
     landed = scale_adapter(backbone, batch, batch.start.kl, target, 0.01)
     assert landed.kl == pytest.approx(target, rel=0.01) and batch.measure().kl == pytest.approx(target, rel=0.01)
     assert torch.equal(backbone.token_bias, bias) != trainable
+
+
+def test_beside_a_frozen_bias_an_adapter_comes_no_nearer_to_the_reference_than_the_bias_is():
+    backbone, _, batch = policy_and_its_kl(trainable=False)
+    start, wanted = batch.start.kl, 0.1 * batch.start.kl
+    landed = scale_adapter(backbone, batch, start, wanted, 0.01)
+    assert wanted < landed.kl < start and batch.measure().kl == pytest.approx(landed.kl)
 
 
 def test_a_server_is_refused_for_a_policy_with_a_bias():
