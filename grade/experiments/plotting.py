@@ -24,6 +24,7 @@ _COLORS = {
     "ste": "#D55E00", "gumbel": "#0072B2", "gumbel_rao": "#009E73", "reinmax": "#CC79A7",
     "st": "#661100",
     "ste_legacy": "#E69F00", "gumbel_legacy": "#56B4E9", "ste_trunk": "#AA4499", "gumbel_trunk": "#117733",
+    "auto": "#44AA99", "tilt": "#44AA99",
     # policy gradients
     "rloo": "#222222", "grpo": "#6A3D9A", "ppo": "#8C510A", "reinforce": "#7F7F7F", "remax": "#B8860B",
     # engines
@@ -44,8 +45,8 @@ UNITS = {"GiB": GIB, "GB": 10**9}
 """Bytes of a binary and of a decimal gigabyte."""
 _MARKERS = dict(zip(
     ("ste", "gumbel", "gumbel_rao", "reinmax", "st", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
-     "rloo", "grpo", "ppo", "reinforce", "remax", "replay", "unrolled", "checkpointed"),
-    "osv^pDPX<" "oshD^" "h8p", strict=True,
+     "rloo", "grpo", "ppo", "reinforce", "remax", "replay", "unrolled", "checkpointed", "auto", "tilt"),
+    "osv^pDPX<" "oshD^" "h8p" "**", strict=True,
 ))  # fmt: skip
 _STYLE = {
     "figure.figsize": (6.4, 4.0),
