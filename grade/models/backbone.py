@@ -84,7 +84,7 @@ class Backbone(FrozenBase):
         if wrapped is None:
             refuse_adapted(model)
         super().__init__(model, tokenizer)
-        self.bias = TokenBias()
+        self.bias = TokenBias().eval()
         self.base_name = ""  # where a saved token bias finds its base; empty: where the model was loaded from
         probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
