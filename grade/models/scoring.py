@@ -6,10 +6,7 @@ scores of token t are those of the distribution that *predicts* it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from grade.errors import InputError
@@ -76,24 +73,3 @@ def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
     if not mask.bool().any(-1).all():
         raise ValueError(f"completions of {mask.sum(-1).tolist()} tokens: each needs at least one token")
     return (values * mask).sum(-1) / mask.sum(-1)
-
-
-def pooled_states(
-    backbone: Policy, prompts: PromptBatch, embeds: Tensor, mask: Tensor, depths: Sequence[int]
-) -> dict[int, Tensor]:
-    """The base's hidden states after each of these layers along embedded completions [B, T, D], pooled to [B, D].
-
-    0 is the embedding itself, and the deepest the state after the last norm.
-    """
-    full = torch.cat([prompts.mask, mask.to(prompts.mask.dtype)], 1)
-    inputs = torch.cat([backbone.embed(prompts.ids), embeds], 1)
-    with backbone.reference():
-        states = backbone.outputs(inputs, full, output_hidden_states=True).hidden_states
-    return {depth: pool(states[depth][:, prompts.ids.shape[1] :], mask) for depth in depths}
-
-
-def pool(states: Tensor, mask: Tensor) -> Tensor:
-    """Mean over valid positions [B, D] of normalised states [B, L, D]: a few of their entries are very large."""
-    states = states.to(torch.promote_types(states.dtype, torch.float32))
-    normal = F.layer_norm(states, states.shape[-1:]) * mask.unsqueeze(-1)
-    return normal.sum(1) / mask.sum(1, keepdim=True)

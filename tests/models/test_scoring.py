@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
 
 from grade.models.sampling import generate
-from grade.models.scoring import completion_certainty, completion_logps, pooled_states, predicting_hidden
+from grade.models.scoring import completion_certainty, completion_logps, predicting_hidden
 
 
 def completions(batch=3, new=4):
@@ -62,15 +61,11 @@ def test_states_are_the_bases_without_adapter_padding_or_other_rows(policy, samp
     prompts, ids, mask = sampled
     with torch.no_grad(), policy.reference():
         predicting = predicting_hidden(policy, prompts, ids)
-        by_depth = pooled_states(policy, prompts, policy.embed(ids), mask, (0, 1, 2))
     for row in range(len(ids)):
         whole = torch.cat([prompts.ids[row][prompts.mask[row].bool()], ids[row][mask[row].bool()]])[None]
         first, real = int(prompts.mask[row].sum()), int(mask[row].sum())
         with torch.no_grad(), policy.reference():
-            layers = policy.decoder(input_ids=whole, output_hidden_states=True)
+            layers = policy.decoder(input_ids=whole)
         # The state before a token predicts it.
         torch.testing.assert_close(predicting[row, :real], layers.last_hidden_state[0, first - 1 : -1])
-        for depth, pooled in by_depth.items():
-            states = layers.hidden_states[depth][0, first:]
-            torch.testing.assert_close(pooled[row], F.layer_norm(states, states.shape[-1:]).mean(0))
     assert predicting.shape == (3, LENGTH, policy.hidden_size)
