@@ -139,6 +139,7 @@ class TokenValues:
 
     values: Tensor  # s [V] in units of the reward, float32; 0 for a token that was never seen
     r2: float  # share of the rewards' variance, the prompt's part removed, explained out of sample
+    slope: float  # factor by which they predict best out of sample, at least 0
     penalty: float  # the ridge penalty that was chosen
 
 
@@ -166,20 +167,25 @@ def fit_values(
     if group == 1:
         groups = np.zeros_like(groups)  # all rows are one
     if len(set(fold)) < FOLDS:
-        return TokenValues(torch.zeros(vocab), 0.0, PENALTIES[0])
-    missed, total = np.zeros((2, len(PENALTIES)))
+        return TokenValues(torch.zeros(vocab), 0.0, 0.0, PENALTIES[0])
+    sums = np.zeros(
+        (len(PENALTIES), 3)
+    )  # of each penalty: rewards squared, their product with predictions, these squared
     for number in range(FOLDS):
         inside, found = fold == number, None
         others, part, rows = design[~inside], design[inside], groups[inside]
         for i, penalty in enumerate(PENALTIES):
             found = _ridge(others, y[~inside], groups[~inside], penalty, found)
             rest = _centred(y[inside] - part[:, vocab:] @ found[vocab:], rows)
-            missed[i] += np.square(rest - _centred(part[:, :vocab] @ found[:vocab], rows)).sum()
-            total[i] += np.square(rest).sum()
-    r2 = 1 - missed / np.maximum(total, 1e-300) if total.all() else np.zeros_like(total)
+            predicted = _centred(part[:, :vocab] @ found[:vocab], rows)
+            sums[i] += rest @ rest, rest @ predicted, predicted @ predicted
+    total, product, square = np.maximum(sums, 1e-300).T
+    r2 = (2 * sums[:, 1] - square) / total
     best = int(r2.argmax())
     values = _ridge(design, y, groups, PENALTIES[best])[:vocab]
-    return TokenValues(torch.from_numpy(values).float(), float(r2[best]), PENALTIES[best])
+    return TokenValues(
+        torch.from_numpy(values).float(), float(r2[best]), float(product[best] / square[best]), PENALTIES[best]
+    )
 
 
 def r2_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
@@ -229,11 +235,11 @@ def gradient_values(
     g [D] is the reward's gradient in the embeddings of completions (prompts, ids and mask [B, T] of each batch), its
     mean over completions and positions; where rewards read a table of their own, the sum over tables. This is the
     direction in which straight-through gradients push every logit, averaged, and followed exactly instead of by an
-    adapter.
+    adapter. Values are relative to their mean over these positions: a completion has none for its length.
     """
     table = EmbeddingTable(policy.embedding_weight, policy.embedding_scale)
     sums: dict[int, tuple[EmbeddingTable, Tensor]] = {}
-    number = 0.0
+    counts = torch.zeros(policy.vocab_size, dtype=torch.float64)
     for prompts, ids, mask in batches:
         leaves: dict[int, tuple[EmbeddingTable, Tensor]] = {}
 
@@ -249,9 +255,10 @@ def gradient_values(
             if gradient is not None:
                 total = (gradient.double() * mask.unsqueeze(-1)).sum((0, 1))
                 sums[id(one)] = one, total + sums.get(id(one), (one, 0.0))[1]
-        number += float(mask.sum())
-    values = sum(one.weight.double() @ (total * one.scale / number) for one, total in sums.values())
-    return (values - values.mean()).float()
+        counts += ids[mask.bool()].cpu().bincount(minlength=len(counts))
+    share = (counts / counts.sum()).to(policy.device)
+    values = sum(one.weight.double() @ (total * one.scale / counts.sum()) for one, total in sums.values())
+    return (values - values @ share).float()
 
 
 def _counts(ids: Tensor, mask: Tensor, vocab: int) -> sparse.csr_matrix:
