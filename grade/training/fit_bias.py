@@ -43,7 +43,7 @@ TARGET_KL = 5.0
 """Nats per completion, where neither an argument nor the settings say how many."""
 PROMPTS, GROUP = 8, 64
 """Prompts, and completions of the reference for each: with 64 the limit is known up to about 1 nat."""
-OWN = (64, 128, 256)
+OWN = (64, 64, 128)
 """Fresh completions of the biased policy in each round. The length is set along the first ones, and along each of the
 next if KL is off by more than `CLOSE`; the last measure alone."""
 CLOSE = 0.03
