@@ -40,6 +40,7 @@ from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, StepContext
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.sampling import generate
+from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
@@ -122,6 +123,8 @@ class GradeTrainer:
         place_policy(policy, config)
         self.backbone = policy.view(processing_class, config.temperature)
         self.chosen: dict[str, str] = {}
+        if policy.token_bias is not None:
+            self.chosen["token bias"] = f"in {BIAS_FILE}, which PEFT alone does not read and `grade merge` keeps"
         teacher = teacher or getattr(config, "teacher", None)
         rewards = None
         if teacher is None or reward_funcs not in (None, []):

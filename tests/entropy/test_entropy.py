@@ -37,9 +37,12 @@ from grade.models.prompts import PromptBatch
 V, T = 5, 3
 
 
-def tiny(seed=0):
-    """GPT-2: its layer norms are exact in float64, where Llama's go through float32."""
-    return make_backbone(tiny_gpt2(vocab_size=V, eos_token_id=[2]), seed=seed, target_modules=["c_attn"])
+def tiny(seed=0, bias=False):
+    """GPT-2: its layer norms are exact in float64, where Llama's go through float32; with a trained token bias."""
+    backbone = make_backbone(tiny_gpt2(vocab_size=V, eos_token_id=[2]), seed=seed, target_modules=["c_attn"])
+    if bias:
+        backbone.set_token_bias(torch.tensor([0.5, -0.4, 0.3, 0.0, -0.2]), trainable=True)
+    return backbone
 
 
 def prompts(batch=2):
@@ -90,17 +93,19 @@ def test_streamed_gradients_are_those_of_one_graph(microbatch):
     assert all(p.grad is None for p in parameters)
 
 
-def test_the_expected_gradient_is_minus_the_entropys():
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_expected_gradient_is_minus_the_entropys(bias):
     """Every completion with its probability as weight: E[S grad S] = -grad H, to rounding."""
-    backbone = tiny()
+    backbone = tiny(bias=bias)
     samples, p = all_as_samples(backbone, prompts(), T)
     x = prompt_gradients(backbone, samples, p * sequence_logps(backbone, samples), microbatch=32)
     torch.testing.assert_close(x.mean(0), -exact_gradient(backbone, prompts(), T), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_forward_mode_is_exact_over_every_completion(temperature):
-    backbone = tiny()
+def test_forward_mode_is_exact_over_every_completion(temperature, bias):
+    backbone = tiny(bias=bias)
     v = direction(backbone)
     samples, p = all_as_samples(backbone, prompts(), T, temperature)
     estimate = directional(backbone, samples, v, microbatch=32)

@@ -8,9 +8,10 @@ import torch
 from conftest import make_backbone, make_prompts, tiny_config
 
 from grade.entropy.probe import EntropyProbe, ProbeConfig
+from grade.entropy.samples import scores_at
 from grade.errors import InputError
 from grade.experiments.enumeration import exact_change
-from grade.models.parameters import split_vector, trained_parameters
+from grade.models.parameters import moved, split_vector, trained_parameters
 from grade.models.prompts import PromptBatch
 
 V, T = 5, 3
@@ -65,6 +66,19 @@ def test_policy_optimizer_and_random_state_are_as_before_and_two_runs_are_equal(
     assert all(p.grad is None for p in probe.policy.parameters())
     timeless = [{k: v for k, v in r.figures.items() if not k.startswith("seconds/")} for r in (first, second)]
     assert timeless[0] == timeless[1] and torch.equal(first.sequences, second.sequences)
+
+
+def test_a_trained_token_bias_is_part_of_the_step():
+    policy = a_policy()
+    policy.set_token_bias(torch.tensor([0.5, -0.4, 0.3, 0.0, -0.2]), trainable=True)
+    probe = a_probe(policy=policy)
+    report = probe.run(prompts(), reward)
+    assert "bias.values" in report.modules and report.modules["bias.values"] != 0
+    assert sum(report.modules.values()) == pytest.approx(report.figures["delta_h1"])
+    at = scores_at(policy, report.samples, report.step)
+    with moved(policy, report.step, 1.0):
+        there = scores_at(policy, report.samples)
+    torch.testing.assert_close((at.logps, at.entropies), (there.logps, there.entropies))
 
 
 def test_parts_sum_to_the_whole():

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
+from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
 from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, gradient, learner, policy
 from models.test_all_action import HEADS, make_head, randn
 from transformers import AutoModelForCausalLM
@@ -13,6 +13,7 @@ from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, StepContext
+from grade.models.backbone import Backbone
 from grade.models.base import FrozenBase
 from grade.models.scoring import predicting_hidden
 from grade.rewards.rewards import Rewards
@@ -163,6 +164,31 @@ def test_an_adapter_on_the_same_base_is_a_teacher_without_another_copy(tmp_path)
     backbone.save_adapter(tmp_path / "own")
     own = make_teacher(tmp_path / "own", backbone)
     assert own.divergence(hidden, own.hidden(prompts, ids), torch.ones_like(ids)).abs().max() == 0
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_teacher_on_the_same_base_has_its_own_token_bias_and_not_the_policys(beside, tmp_path):
+    """Beside an adapter or alone; the base itself has none."""
+    backbone, other = make_backbone(), make_backbone()
+    if not beside:
+        other = Backbone(other.peft.unload())
+    own, policys = torch.randn(2, VOCAB, dtype=torch.float64)
+    other.set_token_bias(own)
+    other.save_adapter(tmp_path)
+    backbone.set_token_bias(policys, trainable=True)
+    prompts, ids = make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
+    hidden = predicting_hidden(backbone, prompts, ids)
+    plain = backbone.ref_head(hidden)
+    with backbone.reference():
+        reference = backbone.head(predicting_hidden(backbone, prompts, ids))
+    for given, logits in ((tmp_path, (plain if beside else reference) + own), ("base", reference)):
+        teacher = make_teacher(given, backbone)
+        found = teacher.divergence(hidden, teacher.hidden(prompts, ids), torch.ones_like(ids))
+        p, q = (plain + backbone.token_bias).log_softmax(-1), logits.log_softmax(-1).detach()
+        want = (p.exp() * (p - q)).sum(-1)
+        torch.testing.assert_close(found, want)
+        grads = [flat_grad(value.sum(), backbone) for value in (found, want)]
+        torch.testing.assert_close(*grads)
 
 
 def test_the_base_is_a_teacher():

@@ -44,6 +44,7 @@ CASES = [
     },
     {"dtype": "bfloat16"},
     {"adapter": "full", "base_copies": 3},
+    {"train_bias": True},
 ]
 METHODS = [
     dict(method="reinforce", batch_size=3),
@@ -56,6 +57,7 @@ METHODS = [
     dict(method="ppo", batch_size=2, dtype="bfloat16", gradient_checkpointing=True),
     dict(method="ppo", batch_size=2, autocast=True),
     dict(method="st", batch_size=3),
+    dict(method="rloo", num_generations=3, train_bias=True),
     dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
 ]
 STEP = dict(prompt_tokens=4, max_new_tokens=6, dtype="float32")
@@ -69,6 +71,14 @@ def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_n
     assert full.peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
     assert short.peak == pytest.approx(full.peak, rel=0.005)
     assert (short.peak_phase, short.flops) == (full.peak_phase, full.flops)
+
+
+def test_a_trained_token_bias_is_counted_with_its_gradient_and_adamws_two_moments(five_layers):
+    with_bias, without = (trace(StepConfig(model=five_layers, train_bias=b, **SMALL), device="cpu") for b in (True, False))
+    bytes_of_bias = TINY["vocab_size"] * 4
+    for category, times in (("adapter", 1), ("optimizer", 2), ("gradients", 1)):
+        more = with_bias.phases["optimizer"][category] - without.phases["optimizer"][category]
+        assert more == pytest.approx(times * bytes_of_bias, abs=512), category  # a step count is rounded to 512
 
 
 UNLIKE = [  # two dense layers first; attention in every second layer, as transformers computes; in every fourth
