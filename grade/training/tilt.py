@@ -2,8 +2,9 @@
 
 Each step samples completions of the policy, has them scored, refits the values of tokens on all completions so far
 (`grade.gradients.tilt`), and sets the bias along them: at the length whose KL is the step's budget with ``target_kl``,
-else at ``values * T / beta``, the maximum of ``E[sum_t s(y_t)] - beta * mean_t KL_t`` at every position. Completions of
-former biases are as good as new ones: the regression compares completions of one prompt, whoever wrote them.
+else at ``values * T / beta`` (times the temperature, by which the bias is divided too), the maximum of
+``E[sum_t s(y_t)] - beta * mean_t KL_t`` at every position. Completions of former biases are as good as new ones: the
+regression compares completions of one prompt, whoever wrote them.
 
 A differentiable reward is also asked for its gradient; the regression then explains what that misses.
 
@@ -122,6 +123,8 @@ class TiltLearner(Learner):
     ) -> list[GradientStep]:
         """Sample, score and refit; or a step of the method that follows."""
         self.figures, self.direction = {}, None
+        if self.second is not None and self.second.config.relaxed:
+            objective.require_gradient(self.config.then)
         if self._follows(context.step):
             parts = self.second.step(self._repeated(microbatches), objective, context)
             self.figures, self.means = self.second.figures, self.second.means
@@ -168,6 +171,7 @@ class TiltLearner(Learner):
         """Add completions of all processes; those are also a test of the values fitted before."""
         rows = [(part.completion_ids.cpu(), part.completion_mask.cpu(), part.reward.double().cpu()) for part in parts]
         rows = context.gather(rows)
+        rows = [row for number in range(len(parts)) for row in rows[number :: len(parts)]]  # as one process has them
         missing = [(0, self.ids.shape[1] - ids.shape[1]) for ids, _, _ in rows]
         ids, mask = (torch.cat([F.pad(row[i], pad) for row, pad in zip(rows, missing, strict=True)]) for i in (0, 1))
         rewards = torch.cat([row[2] for row in rows])
@@ -191,4 +195,4 @@ class TiltLearner(Learner):
             self.direction = self.values.to(self.backbone.device)
         else:
             length = self.config.max_completion_length / objective.beta
-            self.backbone.set_token_bias(self.values * length)
+            self.backbone.set_token_bias(self.values * length * self.config.temperature)
