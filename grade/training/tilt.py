@@ -49,7 +49,7 @@ SECOND_HALF = 0.5
 LOOK = 0.25
 """Share of the steps after which ``then: auto`` decides."""
 SIGNIFICANT = 2.0
-"""Standard errors by which rewards must rise with what the values predicted of them."""
+"""Standard errors by which rewards must be correlated with what the values predicted of them."""
 
 
 def _follower(name: str) -> str:
@@ -88,7 +88,7 @@ class TiltLearner(Learner):
         self.ids, self.mask, self.rewards = self._empty()  # all completions so far, in groups of one prompt
         self.gradient = torch.zeros(backbone.vocab_size)  # values by the reward's gradient, summed over steps
         self.values: Tensor | None = None  # [V] in units of the reward
-        self.agreement: list[float] = []  # of each group with what was predicted of it
+        self.agreement = torch.zeros(4, dtype=torch.float64)  # of rewards with what was predicted of them, summed
         self.refuted = False  # whether the bias was dropped
 
     def _empty(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,8 +101,7 @@ class TiltLearner(Learner):
     def tensors(self) -> dict[str, Tensor]:
         """Completions with their rewards, values, and the following method's state."""
         kept = {"ids": self.ids, "mask": self.mask, "rewards": self.rewards, "gradient": self.gradient,
-                "agreement": torch.tensor(self.agreement, dtype=torch.float64),
-                "refuted": torch.tensor(self.refuted)}  # fmt: skip
+                "agreement": self.agreement, "refuted": torch.tensor(self.refuted)}  # fmt: skip
         if self.values is not None:
             kept["values"] = self.values
         following = {} if self.second is None else self.second.tensors()
@@ -112,7 +111,7 @@ class TiltLearner(Learner):
         """Continue where `tensors` was taken."""
         self.ids, self.mask, self.rewards = (tensors[name] for name in ("ids", "mask", "rewards"))
         self.gradient, self.values = tensors["gradient"], tensors.get("values")
-        self.agreement, self.refuted = tensors["agreement"].tolist(), bool(tensors["refuted"])
+        self.agreement, self.refuted = tensors["agreement"], bool(tensors["refuted"])
         if self.second is not None:
             self.second.means = self.means
             names = [name for name in tensors if name.startswith("then.")]
@@ -149,9 +148,12 @@ class TiltLearner(Learner):
 
     @property
     def significant(self) -> bool:
-        """Whether rewards rise with what was predicted of them, by `SIGNIFICANT` standard errors over groups."""
-        groups = torch.tensor(self.agreement)
-        return len(groups) > 2 and float(groups.mean()) > SIGNIFICANT * float(groups.std()) / len(groups) ** 0.5
+        """Whether rewards rise with what was predicted of them: ``r sqrt(f / (1 - r^2)) > SIGNIFICANT``.
+
+        r is their correlation within groups, f its degrees of freedom.
+        """
+        product, predicted, rewarded, freedom = self.agreement.tolist()
+        return product > 0 and product**2 * freedom > SIGNIFICANT**2 * (predicted * rewarded - product**2)
 
     def _repeated(self, microbatches: Iterable[Microbatch]) -> Iterable[Microbatch]:
         """Each prompt as often as it had completions, for a method that samples one of each."""
@@ -176,8 +178,7 @@ class TiltLearner(Learner):
         ids, mask = (torch.cat([F.pad(row[i], pad) for row, pad in zip(rows, missing, strict=True)]) for i in (0, 1))
         rewards = torch.cat([row[2] for row in rows])
         if self.values is not None:
-            found = agreement(self.values, ids, mask, rewards, self.config.group)
-            self.agreement += found.tolist()
+            self.agreement += torch.from_numpy(agreement(self.values, ids, mask, rewards, self.config.group))
             self._note({"tilt/r2": r2_of(self.values, ids, mask, rewards, self.config.group)})
         self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, mask])
         self.rewards = torch.cat([self.rewards, rewards])
