@@ -100,6 +100,7 @@ def test_a_reward_without_gradient_is_refused_before_the_first_half_for_what_nee
     trainer = run(tmp_path, task, Added(task.backbone.vocab_size), target_kl=1.0, then="ste", gumbel_topk=16)
     with pytest.raises(InputError, match="for ste a differentiable reward"):
         trainer.train()
+    assert trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
