@@ -74,7 +74,8 @@ def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_n
 
 
 def test_a_trained_token_bias_is_counted_with_its_gradient_and_adamws_two_moments(five_layers):
-    with_bias, without = (trace(StepConfig(model=five_layers, train_bias=b, **SMALL), device="cpu") for b in (True, False))
+    settings = (StepConfig(model=five_layers, train_bias=trained, **SMALL) for trained in (True, False))
+    with_bias, without = (trace(each, device="cpu") for each in settings)
     bytes_of_bias = TINY["vocab_size"] * 4
     for category, times in (("adapter", 1), ("optimizer", 2), ("gradients", 1)):
         more = with_bias.phases["optimizer"][category] - without.phases["optimizer"][category]
