@@ -152,7 +152,7 @@ def fit_bias(
 
     if texts is None:
         texts = GRADIENT if all(part.differentiable for part in rewards.parts) else "reference:0"
-    own = re.fullmatch(r"reference:(\d+)", str(texts))
+    own = re.fullmatch(r"reference:(\d+)", texts) if isinstance(texts, str) else None
     with policy.reference():
         number = max(PROMPTS, -(-int(own[1]) // GROUP)) if own else PROMPTS
         judged = sampled(drawn(number).repeat(GROUP), rewards=rewards)
@@ -163,8 +163,8 @@ def fit_bias(
     else:
         if texts == GRADIENT:
             objective.require_gradient("texts: gradient")
-            few = judged[::4]
-            values, source, number = gradient_values(objective, policy, _batches(few)), GRADIENT, len(few)
+            part = judged[::4]
+            values, source, number = gradient_values(objective, policy, _batches(part)), GRADIENT, len(part)
         else:
             longest = config.max_prompt_length or judged.prompts.ids.shape[1]
             rows = read_texts(texts, policy.tokenizer, longest, most)
@@ -174,8 +174,9 @@ def fit_bias(
         r2, slope = r2_of(values, *told, GROUP), slope_of(values, *told, GROUP)
     values = values.to(policy.device)
 
+    few = judged[:: len(judged) // OWN[0]]
     policy.set_token_bias(torch.zeros(vocab))
-    set_length(policy, BatchKL(policy, _batches(judged[:: len(judged) // OWN[0]]), least), values, target, CLOSE)
+    set_length(policy, BatchKL(policy, _batches(few), least), values, target, CLOSE)
     for size in OWN[:-1]:
         batch = BatchKL(policy, _batches(sampled(drawn(size), rewards=None)), least)
         if abs(batch.start / target - 1) > CLOSE or size == OWN[0]:
@@ -187,7 +188,6 @@ def fit_bias(
     kl = Estimate.of(torch.cat([sequence_kl(policy, *each).sum(1) for each in _batches(after)]))
     gain = after.rewards - before
 
-    few = judged[:: GROUP // 8]
     with torch.no_grad(), policy.reference():
         hidden = predicting_hidden(policy, few.prompts, few.ids)[few.mask.bool()]
     length = float(policy.token_bias.norm() / values.norm().clamp(min=1e-30))

@@ -102,17 +102,17 @@ def policy_and_its_kl(trainable):
 @pytest.mark.parametrize("trainable", [False, True])
 def test_what_is_trained_is_scaled_to_the_target(trainable):
     backbone, bias, batch = policy_and_its_kl(trainable)
-    target = batch.start.kl * (0.2 if trainable else 1.2)  # less than the bias's own KL, if that is trained
-    landed = scale_adapter(backbone, batch, batch.start.kl, target, 0.01)
-    assert landed.kl == pytest.approx(target, rel=0.01) and batch.measure().kl == pytest.approx(target, rel=0.01)
+    target = batch.start * (0.2 if trainable else 1.2)  # less than the bias's own KL, if that is trained
+    landed = scale_adapter(backbone, batch, target / batch.start, 0.01)
+    assert landed == pytest.approx(target, rel=0.01) and batch.measure() == pytest.approx(target, rel=0.01)
     assert torch.equal(backbone.token_bias, bias) != trainable
 
 
 def test_beside_a_frozen_bias_an_adapter_comes_no_nearer_to_the_reference_than_the_bias_is():
     backbone, _, batch = policy_and_its_kl(trainable=False)
-    start, wanted = batch.start.kl, 0.1 * batch.start.kl
-    landed = scale_adapter(backbone, batch, start, wanted, 0.01)
-    assert wanted < landed.kl < start and batch.measure().kl == pytest.approx(landed.kl)
+    start, wanted = batch.start, 0.1 * batch.start
+    landed = scale_adapter(backbone, batch, 0.1, 0.01)
+    assert wanted < landed < start and batch.measure() == pytest.approx(landed)
 
 
 def test_a_server_is_refused_for_a_policy_with_a_bias():
