@@ -29,6 +29,11 @@ _PUBLIC = {
     "replay": "grade.gradients.replay",
     "unrolled": "grade.gradients.unrolled",
     "checkpointed": "grade.gradients.unrolled",
+    # a token bias, and the limit
+    "fit_bias": "grade.training.fit_bias",
+    "limit_at": "grade.gradients.tilt",
+    "limit_for": "grade.gradients.tilt",
+    "efficiency": "grade.gradients.tilt",
     # a training run
     "GradeTrainer": "grade.training.loop",
     "GradeConfig": "grade.training.config",

@@ -10,7 +10,8 @@ import grade
 
 PLUGINS = (
     "training/teacher.py", "training/auto.py", "training/served.py", "models/sharded.py", "rewards/classifier.py",
-    "data/texts.py", "gradients/straight_through.py", "gradients/unrolled.py", "entropy", "memory", "cli",
+    "data/texts.py", "training/tilt.py", "training/fit_bias.py", "gradients/tilt.py", "gradients/straight_through.py",
+    "gradients/unrolled.py", "entropy", "memory", "cli",
 )  # fmt: skip
 TRAIN = """
 from grade import GradeConfig, GradeTrainer

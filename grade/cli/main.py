@@ -21,6 +21,7 @@ from grade.cli import options
 
 COMMANDS = {
     "train": ("cli.train", "train a policy with reward gradients through its text"),
+    "tilt": ("cli.tilt", "find the token bias that a reward calls for at a KL, without training"),
     "evaluate": ("cli.train", "score a trained adapter on held-out prompts"),
     "generate": ("cli.train", "complete a prompt with a trained adapter"),
     "show": ("cli.runs", "show a run: history, completions with their rewards, tokens that the reward likes"),

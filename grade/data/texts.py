@@ -1,16 +1,15 @@
-"""Texts that nobody need sample: read, cut into prompt and completion, scored with rewards.
+"""Texts with rewards: read and cut into prompt and completion, or sampled; then scored.
 
 A text is a prompt with a completion. It comes from
 
 - rows with ``prompt`` and ``completion``, from a file, the hub or memory;
 - rows with ``text``: whole texts, cut into windows of a prompt's and a completion's length in the policy's tokens;
-- ``reference:N``: completions that the reference, the policy without its adapter, samples once (`reference_texts`).
+- the policy, or within `Backbone.reference` the reference (`sample_texts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,12 @@ from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_token
 from grade.models.sampling import generate
 from grade.results import progress
 
-DRAWN = 64
-"""Completions of the reference that are drawn at once."""
+DRAWN, SCORED = 64, 256
+"""Completions that are drawn, and scored, at once."""
 WAIT = 3.0
 """Seconds until a bar appears."""
 Row = Mapping[str, Any]
 Encode = Callable[[Sequence[Row]], PromptBatch]
-
-
-def reference_number(source: Any) -> int | None:
-    """N of ``reference:N``; None for any other source."""
-    is_reference = isinstance(source, str) and source.startswith("reference:")
-    return int(source.removeprefix("reference:")) if is_reference else None
 
 
 def read_texts(
@@ -96,15 +89,41 @@ def _prompts(tokenizer: Any, pieces: Sequence[list[int]], most: int) -> list[str
     return texts
 
 
-def encode_texts(rows: Sequence[Row], backbone: Backbone, *, completion_tokens: int, encode: Encode) -> ScoredTexts:
-    """Rows of `read_texts` or `reference_texts` as tokens, without rewards.
+def score_texts(
+    rows: Sequence[Row], backbone: Backbone, rewards: Any, *, completion_tokens: int, encode: Encode
+) -> ScoredTexts:
+    """Rows of `read_texts` as tokens, with rewards, float64, NaN where every function returned None.
 
     A completion of fewer than T = ``completion_tokens`` tokens gets the end of the sequence; a longer one is cut. A
-    row's ``completion_ids`` are taken as they are. ``encode`` makes prompts of rows.
+    row's ``completion_ids`` are taken as they are. ``encode`` makes prompts of rows; columns besides prompt and
+    completion reach the reward. Of the policy only the tokenizer matters, and the base whose embeddings a reward reads.
     """
-    prompts = encode(rows).to(backbone.device)
-    ids, mask = padded([_completion_ids(backbone, row, completion_tokens) for row in rows], device=backbone.device)
-    return ScoredTexts(prompts, ids, mask, torch.full((len(rows),), torch.nan, dtype=torch.float64))
+    completions = [_completion_ids(backbone, row, completion_tokens) for row in rows]
+    return _scored(backbone, rewards, encode(rows), completions)
+
+
+@torch.no_grad()
+def sample_texts(
+    prompts: PromptBatch, backbone: Backbone, rewards: Any, *, completion_tokens: int, generator: torch.Generator,
+    min_new_tokens: int = 0,
+) -> ScoredTexts:  # fmt: skip
+    """A completion of each prompt by ordinary sampling, with its reward as of `score_texts`."""
+    drawn: list[list[int]] = []
+    for start in progress(range(0, len(prompts), DRAWN), "completions", delay=WAIT):
+        batch = prompts[start : start + DRAWN].to(backbone.device)
+        pair = generate(backbone, batch, completion_tokens, generator, min_new_tokens=min_new_tokens, inverse=True)
+        drawn += PromptBatch(*pair).rows()
+    return _scored(backbone, rewards, prompts, drawn)
+
+
+@torch.no_grad()
+def _scored(backbone: Backbone, rewards: Any, prompts: PromptBatch, completions: list[list[int]]) -> ScoredTexts:
+    prompts, parts = prompts.to(backbone.device), []
+    ids, mask = padded(completions, device=backbone.device)
+    for start in progress(range(0, len(ids), SCORED), "texts scored", delay=WAIT):
+        part = slice(start, start + SCORED)
+        parts.append(rewards.score(backbone, prompts[part], ids[part], mask[part]).double())
+    return ScoredTexts(prompts, ids, mask, torch.cat(parts))
 
 
 def _completion_ids(backbone: Backbone, row: Row, most: int) -> list[int]:
@@ -121,59 +140,3 @@ def _completion_ids(backbone: Backbone, row: Row, most: int) -> list[int]:
     if known is None and len(ids) < most and ends:
         ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0])
     return ids
-
-
-@torch.no_grad()
-def score_texts(
-    rows: Sequence[Row],
-    backbone: Backbone,
-    rewards: Any,
-    *,
-    completion_tokens: int,
-    encode: Encode,
-    batch_size: int = 256,
-) -> ScoredTexts:
-    """`encode_texts` with rewards, float64, NaN where every function returned None.
-
-    Columns besides prompt and completion reach the reward. Of the policy only the tokenizer matters, and the base whose
-    embeddings a reward reads.
-    """
-    texts = encode_texts(rows, backbone, completion_tokens=completion_tokens, encode=encode)
-    parts = []
-    for start in progress(range(0, len(rows), batch_size), "texts scored", delay=WAIT):
-        batch = texts[start : start + batch_size]
-        parts.append(rewards.score(backbone, batch.prompts, batch.ids, batch.mask).double())
-    return replace(texts, rewards=torch.cat(parts).to(texts.ids.device))
-
-
-@torch.no_grad()
-def reference_texts(
-    rows: Sequence[Row],
-    number: int,
-    backbone: Backbone,
-    *,
-    completion_tokens: int,
-    encode: Encode,
-    seed: int = 0,
-    min_new_tokens: int = 0,
-) -> list[dict[str, Any]]:
-    """N completions of the reference as texts.
-
-    Prompts are drawn without replacement, in rounds if there are fewer than N. The reference is the policy without its
-    adapter, at its head's temperature. The seed is that of the choice of prompts and of the samples; ``encode`` is as
-    for `encode_texts`.
-    """
-    generator = torch.Generator(backbone.device).manual_seed(seed)
-    order = torch.Generator().manual_seed(seed)
-    rounds = [torch.randperm(len(rows), generator=order) for _ in range(-(-number // len(rows)))]
-    chosen = [rows[i] for i in torch.cat(rounds)[:number].tolist()]
-    prompts, drawn = encode(chosen), []
-    with backbone.reference():
-        for start in progress(range(0, number, DRAWN), "completions of the reference", delay=WAIT):
-            batch = prompts[start : start + DRAWN].to(backbone.device)
-            drawn += PromptBatch(
-                *generate(backbone, batch, completion_tokens, generator, min_new_tokens=min_new_tokens)
-            ).rows()
-    texts = [backbone.tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
-    return [{**row, "completion": text, "completion_ids": ids}
-            for row, text, ids in zip(chosen, texts, drawn, strict=True)]  # fmt: skip

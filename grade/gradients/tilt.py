@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from scipy import sparse
 from scipy.optimize import brentq
-from sklearn.linear_model import Ridge
+from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from grade.gradients.objective import Objective
@@ -46,8 +46,10 @@ from grade.models.policy import Policy
 
 LEAST_EFFECTIVE = 8.0
 """Effective samples per prompt below which n samples say nothing about a law."""
-PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+PENALTIES = (300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 """Ridge penalties that are compared. A feature is a count, so they do not depend on the reward's unit."""
+RESIDUAL = 1e-4
+"""Relative residual at which a ridge regression is solved."""
 FOLDS = 5
 """Parts of the data that are predicted from the others."""
 
@@ -137,6 +139,7 @@ class TokenValues:
 
     values: Tensor  # s [V] in units of the reward, float32; 0 for a token that was never seen
     r2: float  # share of the rewards' variance, the prompt's part removed, explained out of sample
+    slope: float  # factor by which they predict best out of sample, at least 0
     penalty: float  # the ridge penalty that was chosen
 
 
@@ -155,21 +158,34 @@ def fit_values(
     >>> [round(x, 1) for x in (fit.values - fit.values.mean()).tolist()], fit.r2 > 0.99
     ([-0.2, -0.2, -0.2, 0.8, -0.2], True)
     """
-    y = rewards.double().cpu().numpy()
-    features = _counts(ids, mask, vocab)
-    others = _counts(prompts.ids, prompts.mask, vocab) if prompts is not None and group == 1 else None
-    scored = _scored(y, group)
-    y, features, others = y[scored], features[scored], None if others is None else others[scored]
-    if group > 1:
-        y, features = _centred(y, group), _centred(features, group)
-    design = features if others is None else sparse.hstack([features, others], format="csr")
-    fold = np.random.default_rng(0).permutation(len(y) // group).repeat(group) % FOLDS
+    kept, y, groups = _scored(rewards, group)
+    design = _counts(ids, mask, vocab)
+    if prompts is not None and group == 1:
+        design = sparse.hstack([design, _counts(prompts.ids, prompts.mask, vocab)], format="csr")
+    design = design[kept]
+    fold = (np.random.default_rng(0).permutation(len(rewards) // group) % FOLDS)[groups]
+    if group == 1:
+        groups = np.zeros_like(groups)  # all rows are one
     if len(set(fold)) < FOLDS:
-        return TokenValues(torch.zeros(vocab), 0.0, PENALTIES[-1])
-    scores = {penalty: _out_of_sample(design, y, fold, penalty, vocab, group) for penalty in PENALTIES}
-    penalty = max(scores, key=scores.get)
-    values = _ridge(design, y, penalty, group).coef_[:vocab]
-    return TokenValues(torch.from_numpy(values).float(), scores[penalty], penalty)
+        return TokenValues(torch.zeros(vocab), 0.0, 0.0, PENALTIES[0])
+    sums = np.zeros(
+        (len(PENALTIES), 3)
+    )  # of each penalty: rewards squared, their product with predictions, these squared
+    for number in range(FOLDS):
+        inside, found = fold == number, None
+        others, part, rows = design[~inside], design[inside], groups[inside]
+        for i, penalty in enumerate(PENALTIES):
+            found = _ridge(others, y[~inside], groups[~inside], penalty, found)
+            rest = _centred(y[inside] - part[:, vocab:] @ found[vocab:], rows)
+            predicted = _centred(part[:, :vocab] @ found[:vocab], rows)
+            sums[i] += rest @ rest, rest @ predicted, predicted @ predicted
+    total, product, square = np.maximum(sums, 1e-300).T
+    r2 = (2 * sums[:, 1] - square) / total
+    best = int(r2.argmax())
+    values = _ridge(design, y, groups, PENALTIES[best])[:vocab]
+    return TokenValues(
+        torch.from_numpy(values).float(), float(r2[best]), float(product[best] / square[best]), PENALTIES[best]
+    )
 
 
 def r2_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
@@ -177,35 +193,38 @@ def r2_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int
 
     ``sign(corr) corr^2``, of completions that the values were not fitted on; arguments as of `fit_values`.
     """
-    predicted, y = _within(values, ids, mask, rewards, group)
+    predicted, y, _ = _within(values, ids, mask, rewards, group)
     product = float(predicted @ y)
     return float(np.sign(product)) * product**2 / max(float((predicted @ predicted) * (y @ y)), 1e-300)
 
 
 def slope_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
     """Factor by which values [V] predict rewards within groups best; at least 0."""
-    predicted, y = _within(values, ids, mask, rewards, group)
+    predicted, y, _ = _within(values, ids, mask, rewards, group)
     return max(0.0, float(predicted @ y) / max(float(predicted @ predicted), 1e-300))
 
 
 def agreement(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> np.ndarray:
     """Covariance of prediction and reward in each group, over the spread of both: their sum is the correlation."""
-    predicted, y = _within(values, ids, mask, rewards, group)
+    predicted, y, groups = _within(values, ids, mask, rewards, group)
     spread = max(float((predicted @ predicted) * (y @ y)), 1e-300) ** 0.5
-    return (predicted * y).reshape(-1, group).sum(1) / spread
+    return np.bincount(groups, predicted * y)[np.bincount(groups) > 1] / spread
 
 
-def _within(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """What values predict, and rewards, relative to their group's mean; of groups in which every reward is finite."""
+def _within(
+    values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What values predict, and rewards, relative to their group's mean, of completions with a reward; the groups."""
+    kept, y, groups = _scored(rewards, group)
+    predicted = (values.double().to(ids.device)[ids] * mask).sum(1).cpu().numpy()[kept]
+    return _centred(predicted, groups), _centred(y, groups), groups
+
+
+def _scored(rewards: Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which completions have a reward; these rewards; and the number of the group of each."""
     y = rewards.double().cpu().numpy()
-    scored = _scored(y, group)
-    predicted = (values.double().to(ids.device)[ids] * mask).sum(1).cpu().numpy()
-    return _centred(predicted[scored], group), _centred(y[scored], group)
-
-
-def _scored(rewards: np.ndarray, group: int) -> np.ndarray:
-    """Rows [n] of groups in which every reward is finite."""
-    return np.isfinite(rewards).reshape(-1, group).all(1).repeat(group)
+    kept = np.isfinite(y)
+    return kept, y[kept], np.arange(len(y))[kept] // group
 
 
 def gradient_values(
@@ -216,11 +235,11 @@ def gradient_values(
     g [D] is the reward's gradient in the embeddings of completions (prompts, ids and mask [B, T] of each batch), its
     mean over completions and positions; where rewards read a table of their own, the sum over tables. This is the
     direction in which straight-through gradients push every logit, averaged, and followed exactly instead of by an
-    adapter.
+    adapter. Values are relative to their mean over these positions: a completion has none for its length.
     """
     table = EmbeddingTable(policy.embedding_weight, policy.embedding_scale)
     sums: dict[int, tuple[EmbeddingTable, Tensor]] = {}
-    number = 0.0
+    counts = torch.zeros(policy.vocab_size, dtype=torch.float64)
     for prompts, ids, mask in batches:
         leaves: dict[int, tuple[EmbeddingTable, Tensor]] = {}
 
@@ -236,9 +255,10 @@ def gradient_values(
             if gradient is not None:
                 total = (gradient.double() * mask.unsqueeze(-1)).sum((0, 1))
                 sums[id(one)] = one, total + sums.get(id(one), (one, 0.0))[1]
-        number += float(mask.sum())
-    values = sum(one.weight.double() @ (total * one.scale / number) for one, total in sums.values())
-    return (values - values.mean()).float()
+        counts += ids[mask.bool()].cpu().bincount(minlength=len(counts))
+    share = (counts / counts.sum()).to(policy.device)
+    values = sum(one.weight.double() @ (total * one.scale / counts.sum()) for one, total in sums.values())
+    return (values - values @ share).float()
 
 
 def _counts(ids: Tensor, mask: Tensor, vocab: int) -> sparse.csr_matrix:
@@ -248,23 +268,22 @@ def _counts(ids: Tensor, mask: Tensor, vocab: int) -> sparse.csr_matrix:
     return sparse.csr_matrix((np.ones(len(rows)), (rows.numpy(), tokens.numpy())), shape=(len(ids), vocab))
 
 
-def _centred(x, group: int):
-    """Rows relative to the mean of their group of G."""
-    mean = sparse.kron(sparse.eye(x.shape[0] // group), np.full((group, group), 1 / group))
-    return x - mean @ x
+def _centred(x: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Numbers [n] relative to the mean of their group."""
+    return x - (np.bincount(groups, x) / np.maximum(np.bincount(groups), 1))[groups]
 
 
-def _ridge(design, y: np.ndarray, penalty: float, group: int) -> Ridge:
-    return Ridge(alpha=penalty, fit_intercept=group == 1, solver="sparse_cg", tol=1e-4).fit(design, y)
+def _ridge(
+    design: sparse.csr_matrix, y: np.ndarray, groups: np.ndarray, penalty: float, start: np.ndarray | None = None
+) -> np.ndarray:
+    """The solution of ``(X' X + penalty) s = X' y``, with X and y relative to their groups' means.
 
+    By conjugate gradients, preconditioned with the diagonal: counts of different tokens are nearly uncorrelated.
+    """
 
-def _out_of_sample(design, y: np.ndarray, fold: np.ndarray, penalty: float, vocab: int, group: int) -> float:
-    """R2 of the tokens' part where what the other features explain is taken off the reward."""
-    missed = total = 0.0
-    for number in range(FOLDS):
-        inside = fold == number
-        model = _ridge(design[~inside], y[~inside], penalty, group)
-        rest = y[inside] - model.intercept_ - design[inside][:, vocab:] @ model.coef_[vocab:]
-        missed += float(np.square(rest - design[inside][:, :vocab] @ model.coef_[:vocab]).sum())
-        total += float(np.square(rest - rest.mean()).sum())
-    return 1 - missed / total if total > 0 else 0.0
+    def product(s: np.ndarray) -> np.ndarray:
+        return design.T @ _centred(design @ s, groups) + penalty * s
+
+    operator = LinearOperator((design.shape[1],) * 2, product)
+    inverse = sparse.diags(1 / (penalty + design.power(2).sum(0).A1))
+    return cg(operator, design.T @ _centred(y, groups), start, rtol=RESIDUAL, M=inverse)[0]

@@ -61,7 +61,7 @@ class Backbone(FrozenBase):
         model: A decoder-only causal language model, or a ``PeftModel`` of one, whose adapter is continued.
         tokenizer: Its tokenizer, or None where only ids are used.
         lora: Settings of a new adapter, ours or PEFT's; None for the bare base.
-        adapter: Folder of a saved adapter, token bias or both to continue from, instead of ``lora``.
+        adapter: Folder of a saved adapter, token bias or both to continue from. Beside a bias alone ``lora`` is new.
         seed: Seed of a new adapter's initialisation.
 
     Raises:
@@ -93,7 +93,7 @@ class Backbone(FrozenBase):
             if values is None or has_lora(adapter):
                 self.peft = load_adapter(model, adapter)
             self.set_token_bias(values)
-        elif lora is not None:
+        if lora is not None and (adapter is None or self.peft is None):
             self.add_adapter(lora, seed)
 
     @classmethod

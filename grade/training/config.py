@@ -132,6 +132,14 @@ class GradeConfig(MethodConfig):
                 raise InputError(name, number, f"a divisor of per_device_train_batch_size = {batch}")
         return self
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How prompts are read, as arguments of `grade.models.prompts.encode_examples`."""
+        return {
+            "max_prompt_length": self.max_prompt_length, "truncation": self.truncation,
+            "chat_template_kwargs": self.chat_template_kwargs, "warn_raw": not self.raw_prompts,
+        }  # fmt: skip
+
     @cached_property
     def training_arguments(self) -> TrainingArguments:
         """The settings that transformers' classes read."""
@@ -178,7 +186,10 @@ class TrainConfig(GradeConfig):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention implementation; auto: the model's default"
     )
-    lora: LoraSettings = Field(LoraSettings(), description="the adapter")
+    lora: LoraSettings = Field(LoraSettings(), description="the adapter, where it is a new one")
+    adapter: Text = Field(
+        "", description="folder of an adapter, a token bias or both to continue from, such as adapter/ of a run"
+    )
     base_name: str | None = Field(
         None,
         description="the base as the saved adapter names it; null: the Hugging Face id, or the folder's absolute path",

@@ -41,13 +41,16 @@ class Task:
     validation_prompts: Prompts  # the same, held out
 
 
-def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: str | None = None) -> Task:
+def load_task(
+    config: TrainConfig, device: str | torch.device = "cpu", adapter: str | None = None, new_adapter: bool = True
+) -> Task:
     """Load backbone, rewards, judge and prompts of a run.
 
     Args:
         config: Names of files, folders, functions and hub ids.
         device: Where to put the models.
-        adapter: Folder of an adapter to continue from, instead of a new one.
+        adapter: Folder of an adapter to continue from, in place of ``config.adapter``.
+        new_adapter: Whether a policy that continues from none gets a new one; also beside a token bias alone.
 
     Returns:
         The task.
@@ -57,8 +60,8 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     """
     divided = divider(config) is not None
     backbone = Backbone.load(
-        config.model, config.dtype, None if adapter else config.lora, adapter, "cpu" if divided else device,
-        config.attention, config.seed,
+        config.model, config.dtype, config.lora if new_adapter else None, adapter or config.adapter or None,
+        "cpu" if divided else device, config.attention, config.seed,
     )  # fmt: skip
     if divided:  # before rewards read its tables; no device need hold all of it
         place_policy(backbone, config)

@@ -210,7 +210,7 @@ class GradeTrainer:
         try:
             # By number where there is no iterator: __getitem__ need not raise IndexError.
             all_rows = rows if hasattr(rows, "__iter__") else (rows[i] for i in range(len(rows)))
-            longest, row = check_prompts(self.backbone.tokenizer, all_rows, **self.reading)
+            longest, row = check_prompts(self.backbone.tokenizer, all_rows, **self.config.reading)
         except InputError as error:
             raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
         context, most = self.backbone.max_positions, self.config.max_completion_length
@@ -219,18 +219,9 @@ class GradeTrainer:
             raise InputError(f"{name}: tokens of the prompt in row {row}", longest, room)
         return rows
 
-    @property
-    def reading(self) -> dict[str, Any]:
-        """How prompts are read."""
-        config = self.config
-        return {
-            "max_prompt_length": config.max_prompt_length, "truncation": config.truncation,
-            "chat_template_kwargs": config.chat_template_kwargs, "warn_raw": not config.raw_prompts,
-        }  # fmt: skip
-
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""
-        return encode_examples(self.backbone.tokenizer, rows, **self.reading).to(self.backbone.device)
+        return encode_examples(self.backbone.tokenizer, rows, **self.config.reading).to(self.backbone.device)
 
     def row_numbers(self, step: int, number: int, size: int) -> list[int]:
         """Rows of microbatch ``number`` of a step from 1, of ``size`` rows: shuffled passes over all of them."""

@@ -341,7 +341,8 @@ def add_teacher(
     settings = config if isinstance(config, TeacherSettings) else TeacherSettings()
     if config.method == TEACHER and rewards is not None:
         raise InputError("method", TEACHER, "a policy gradient or auto beside rewards, of which it reads none")
-    encode = partial(encode_examples, trainer.backbone.tokenizer, **trainer.reading | {"max_prompt_length": None})
+    reading = trainer.config.reading | {"max_prompt_length": None}
+    encode = partial(encode_examples, trainer.backbone.tokenizer, **reading)
     teacher = make_teacher(
         given, trainer.backbone, weight=settings.teacher_weight, beta=settings.teacher_beta,
         context=settings.teacher_context, dtype=settings.teacher_dtype, encode=encode,

@@ -6,7 +6,8 @@ from conftest import perturb_adapter
 from datasets import Dataset
 from models.test_prompts import abc_tokenizer
 
-from grade.data.texts import read_texts, reference_number, reference_texts, score_texts
+from grade.data import texts as module
+from grade.data.texts import read_texts, sample_texts, score_texts
 from grade.errors import InputError
 from grade.models.prompts import encode_examples
 from grade.rewards.rewards import make_rewards
@@ -31,10 +32,10 @@ def right(completions, answer, **_):
     return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
-def score(task, reward=letters, rows=ROWS, **options):
+def score(task, reward=letters, rows=ROWS):
     encode, rows = encoder(task.backbone), read_texts(rows, task.backbone.tokenizer, P, T)
     rewards = make_rewards(reward, task.backbone)
-    return score_texts(rows, task.backbone, rewards, completion_tokens=T, encode=encode, **options)
+    return score_texts(rows, task.backbone, rewards, completion_tokens=T, encode=encode)
 
 
 def encoder(backbone):
@@ -47,12 +48,13 @@ def completions(scored, task):
 
 
 @pytest.mark.parametrize("batch_size", [2, 256])
-def test_texts_are_scored_with_their_columns_and_none_is_nan(task, batch_size):
-    scored = score(task, batch_size=batch_size)
+def test_texts_are_scored_with_their_columns_and_none_is_nan(task, batch_size, monkeypatch):
+    monkeypatch.setattr(module, "SCORED", batch_size)
+    scored = score(task)
     texts = completions(scored, task)
     assert scored.rewards.dtype == torch.float64 and scored.rewards.isnan().any()
     assert [None if r != r else r for r in scored.rewards.tolist()] == letters(texts)
-    scored = score(task, right, batch_size=batch_size)
+    scored = score(task, right)
     assert scored.rewards.tolist() == [float(text == " good good") for text in texts]
     assert scored.prompts.examples[3]["answer"] == " good good"
 
@@ -91,16 +93,23 @@ def test_a_windows_prompt_has_room_for_what_the_tokenizer_puts_first():
     assert len(rows) == 12 and encode_examples(tokenizer, rows, 4).ids.shape == (12, 4)
 
 
-def test_completions_of_the_reference_are_those_of_its_seed(task):
-    backbone = task.backbone
-    prompts = [{"prompt": text, "number": n} for n, text in enumerate(task.train_prompts[:4])]
-    settings = dict(completion_tokens=T, encode=encoder(backbone))
-    rows = reference_texts(prompts, 10, backbone, **settings)
+def test_sampled_texts_are_completions_of_the_policy_and_of_the_reference_within(task):
+    backbone, rewards = task.backbone, make_rewards(letters, task.backbone)
+    prompts = encoder(backbone)([{"prompt": text} for text in task.train_prompts[:5]]).repeat(20)
+
+    def draw(seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        options = dict(completion_tokens=T, generator=generator, min_new_tokens=2)
+        return sample_texts(prompts, backbone, rewards, **options)
+
+    own = draw()
+    assert len(own) == 100 and torch.equal(own.ids, draw().ids) and not torch.equal(own.ids, draw(1).ids)
+    assert [None if r != r else r for r in own.rewards.tolist()] == letters(completions(own, task))
+    with backbone.reference():
+        reference = draw()
     perturb_adapter(backbone, seed=2)  # the reference has no adapter
-    assert reference_texts(prompts, 10, backbone, **settings) == rows and len(rows) == 10
-    assert sorted(row["number"] for row in rows)[::5] == [0, 2] and len({row["number"] for row in rows[:4]}) == 4
-    assert reference_texts(prompts, 10, backbone, **settings, seed=1) != rows
-    assert reference_number("reference:4096") == 4096 and reference_number("texts.jsonl") is None
+    with backbone.reference():
+        assert torch.equal(draw().ids, reference.ids) and not torch.equal(own.ids, reference.ids)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from grade.gradients.objective import Objective
-from grade.gradients.tilt import Law, efficiency, fit_values, gradient_values, limit_at, limit_for, r2_of
+from grade.gradients.tilt import (
+    Law,
+    agreement,
+    efficiency,
+    fit_values,
+    gradient_values,
+    limit_at,
+    limit_for,
+    r2_of,
+    slope_of,
+)
 from grade.models.batch import PromptBatch
 from grade.rewards.base import EmbeddingReward
 from grade.training.toy import toy_task
@@ -97,6 +107,23 @@ def test_values_are_found_and_what_the_prompt_explains_is_no_merit(how):
     assert r2_of(fit.values, ids, mask, of_prompt + of_tokens, 4) > 0.97 or how == "prompts"
 
 
+@pytest.mark.parametrize("how", ["groups", "prompts"])
+def test_values_are_the_solution_of_the_ridge_regression(how):
+    ids, mask, true = completions(60)
+    prompts, group = completions(60, seed=1)[:2], 4 if how == "groups" else 1
+    y = (true[ids] * mask).sum(1) + torch.randn(60, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    fit = fit_values(ids, mask, y, 12, PromptBatch(*prompts), group)
+    design = torch.stack([torch.bincount(i[m.bool()], minlength=12) for i, m in zip(ids, mask, strict=True)]).double()
+    if how == "prompts":
+        others = [torch.bincount(i[m.bool()], minlength=12) for i, m in zip(*prompts, strict=True)]
+        design = torch.cat([design, torch.stack(others).double()], 1)
+    parts = 15 if how == "groups" else 1
+    x, z = (each - each.mean(1, keepdim=True) for each in (design.view(parts, -1, design.shape[1]), y.view(parts, -1)))
+    x, z = x.flatten(0, 1), z.flatten()
+    exact = torch.linalg.solve(x.T @ x + fit.penalty * torch.eye(x.shape[1], dtype=x.dtype), x.T @ z)[:12]
+    assert (fit.values - exact).norm() < 1e-3 * exact.norm()
+
+
 def test_noise_is_not_explained_although_groups_share_their_mean():
     ids, mask, _ = completions(160)
     noise = torch.randn(160, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -104,14 +131,21 @@ def test_noise_is_not_explained_although_groups_share_their_mean():
     assert fit.r2 < 0.05 and r2_of(fit.values, *completions(160, seed=5)[:2], noise, 4) < 0.1
 
 
-def test_completions_without_a_reward_do_not_count():
+def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group_do():
     ids, mask, true = completions()
-    values = (true[ids] * mask).sum(1)
+    prompt = torch.randn(200, generator=torch.Generator().manual_seed(6), dtype=torch.float64).repeat_interleave(4)
+    values = (true[ids] * mask).sum(1) + prompt
     missing = values.clone()
-    missing[[0, 401]] = torch.nan
-    keep = torch.tensor([i for i in range(800) if i // 4 not in (0, 100)])
-    fits = (fit_values(ids, mask, missing, 12, group=4), fit_values(ids[keep], mask[keep], values[keep], 12, group=4))
-    assert torch.equal(fits[0].values, fits[1].values)
+    missing[::4] = torch.nan
+    kept = torch.arange(800) % 4 > 0
+    fit = fit_values(ids, mask, missing, 12, group=4)
+    other = fit_values(ids[kept], mask[kept], values[kept], 12, group=3)
+    assert torch.equal(fit.values, other.values) and fit.r2 == other.r2 > 0.97
+    for function in (r2_of, slope_of):
+        kwargs = dict(values=fit.values, mask=mask[kept], rewards=values[kept], ids=ids[kept], group=3)
+        assert function(fit.values, ids, mask, missing, 4) == function(**kwargs)
+    found = agreement(fit.values, ids, mask, missing.index_fill(0, torch.tensor([1, 2]), torch.nan), 4)
+    assert len(found) == 199  # a completion alone says nothing
 
 
 def test_too_few_completions_give_no_values():
@@ -133,4 +167,4 @@ def test_the_gradient_of_a_reward_linear_in_embeddings_gives_its_values(scope):
         Objective(reward, 0.0, scope), policy, [(prompts[:4], ids[:4], mask[:4]), (prompts[4:], ids[4:], mask[4:])]
     )
     true = policy.embed(torch.arange(policy.vocab_size)) @ weight
-    assert torch.allclose(values, true - true.mean(), atol=1e-5)
+    assert torch.allclose(values, true - true[ids[mask.bool()]].mean(), atol=1e-5)

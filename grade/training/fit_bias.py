@@ -1,0 +1,238 @@
+r"""The token bias that a reward calls for, at a KL, without training (`grade.gradients.tilt` has the formulas).
+
+Values of tokens come from
+
+- texts that are there already, scored once (`grade.data.texts.read_texts`);
+- ``reference:N``: N completions of the reference, `GROUP` of each prompt;
+- ``gradient``: one gradient of a differentiable reward, averaged over completions of the reference.
+
+`GROUP` completions of the reference for each of `PROMPTS` prompts tell in any case how well the values explain rewards
+within a prompt, what the bias will gain, and what no policy can exceed. The length then meets a KL, measured exactly
+along completions of the biased policy. Left out: several processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grade.data.texts import DRAWN, read_texts, sample_texts, score_texts
+from grade.gradients.objective import Objective
+from grade.gradients.tilt import Law, fit_values, gradient_values, limit_at, r2_of, slope_of
+from grade.models.backbone import Backbone
+from grade.models.head import Head, chunk_rows
+from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples
+from grade.models.scoring import predicting_hidden, sequence_kl
+from grade.rewards.rewards import make_rewards
+from grade.stats import Estimate
+from grade.training.config import GradeConfig
+from grade.training.kl_budget import LAST_TOLERANCE, BatchKL, set_length
+
+GRADIENT = "gradient"
+TARGET_KL = 5.0
+"""Nats per completion, where neither an argument nor the settings say how many."""
+PROMPTS, GROUP = 8, 64
+"""Prompts, and completions of the reference for each: with 64 the limit is known up to about 1 nat."""
+OWN = (64, 128, 256)
+"""Fresh completions of the biased policy in each round. The length is set along the first ones, and along each of the
+next if KL is off by more than `CLOSE`; the last measure alone."""
+CLOSE = 0.03
+LENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+"""Lengths of the bias that are predicted, as shares of the one that is found."""
+LIMITS = (0.25, 0.5, 1.0, 2.0)
+"""KLs at which the limit is asked for, in nats per completion."""
+NOTHING = 0.02
+"""R2 below which tokens explain nothing that would be worth a bias."""
+
+
+@dataclass(frozen=True)
+class BiasFit:
+    """What `fit_bias` found. Rewards are means over prompts; KL is in nats per completion."""
+
+    values: Tensor  # s [V], in units of the reward; the bias is proportional to them
+    source: str  # texts, reference or gradient
+    texts: int  # completions that the values come from
+    r2: float  # share of rewards' variance within prompts that they explain, out of sample
+    before: Estimate  # reward of the reference
+    frontier: list[dict[str, float]]  # predicted along the reference's completions: "kl" and "reward"
+    limit: list[Law]  # the most reward that any policy can have at a KL, as far as `GROUP` samples can tell
+    target_kl: float
+    kl: Estimate  # KL of own completions, which were not used to find the length
+    after: Estimate  # reward of these
+    likes: list[str]  # tokens with the largest values
+    dislikes: list[str]  # tokens with the smallest
+
+    @property
+    def predicted(self) -> float:
+        """Reward at the target KL; it grows about as the root of KL does."""
+        kl, reward = ([row[name] for row in self.frontier] for name in ("kl", "reward"))
+        return float(np.interp(self.target_kl**0.5, np.sqrt(kl), reward))
+
+    def numbers(self) -> dict[str, Any]:
+        """All but the values, as JSON, with the `summary`."""
+        estimates = {name: getattr(self, name) for name in ("kl", "before", "after")}
+        flat = {name: value for name, value in vars(self).items() if name not in ("values", "limit", *estimates)}
+        for name, estimate in estimates.items():
+            flat |= estimate.metrics(name)
+        return flat | {"limit": [asdict(law) for law in self.limit], "summary": self.summary().splitlines()}
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        limit = ", ".join(f"{law.reward:.3g} ± {law.stderr:.1g} at {law.kl:g}" for law in self.limit)
+        nothing = ["tokens alone explain nothing of this reward: train with --method rloo"] * (self.r2 < NOTHING)
+        return "\n".join([
+            f"R2 {self.r2:.3f}: share of the reward within a prompt that tokens alone explain "
+            f"({self.source}, {self.texts} completions)",
+            *nothing,
+            f"reward before: {self.before}; predicted at {self.target_kl:g} nats: {self.predicted:.4g}",
+            f"no policy has more than {limit} nats" if limit else "the limit: too few completions with a reward",
+            f"KL {self.kl} nats per completion, reward {self.after}: own completions of training prompts",
+            f"likes     {' '.join(map(repr, self.likes))}",
+            f"dislikes  {' '.join(map(repr, self.dislikes))}",
+        ])  # fmt: skip
+
+
+def fit_bias(
+    policy: Backbone,
+    reward: Any,
+    prompts: Sequence[str] | Sequence[Mapping[str, Any]],
+    target_kl: float | None = None,
+    texts: str | Path | Iterable[Mapping[str, Any]] | None = None,
+    args: GradeConfig | None = None,
+) -> BiasFit:
+    """Give a policy the token bias that a reward calls for, at a KL to the reference.
+
+    Args:
+        policy: The policy. Its bias is set, which `Backbone.save_adapter` then saves.
+        reward: A reward or a list of them, as for `grade.training.loop.GradeTrainer`.
+        prompts: Training prompts: texts, or rows with a ``prompt``.
+        target_kl: In nats per completion; None: that of ``args``, else `TARGET_KL`.
+        texts: Where values of tokens come from: a file, hub id or rows for `grade.data.texts.read_texts`,
+            ``reference:N`` or ``gradient``; None: the gradient if the reward has one, else ``reference:512``.
+        args: How prompts are read, completions sampled and rewards added up, and the seed.
+
+    Returns:
+        The values with what is predicted and what was measured.
+
+    Raises:
+        InputError: For bad input, or a reward that is not finite.
+
+    >>> from grade.training.toy import toy_task
+    >>> task, args = toy_task(), GradeConfig(max_completion_length=8)
+    >>> found = fit_bias(task.backbone, task.reward_model, task.train_prompts, 0.5, args=args)
+    >>> found.r2 > 0.9, abs(found.kl.mean - 0.5) < 0.05, found.after.mean > found.before.mean
+    (True, True, True)
+    """
+    config = args or GradeConfig()
+    policy, target = policy.view(None, config.temperature), target_kl or config.target_kl or TARGET_KL
+    rewards = make_rewards(reward, policy, config.reward_weights, None, config.reward_scope)
+    objective = Objective(rewards, 0.0, config.reward_scope)
+    most, least = config.max_completion_length, config.min_completion_length
+    order = itertools.cycle(np.random.default_rng(config.seed).permutation(len(prompts)).tolist())
+    generator = torch.Generator(policy.device).manual_seed(config.seed)
+
+    def encode(rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
+        return encode_examples(policy.tokenizer, rows, **config.reading)
+
+    def sampled(number: int, group: int = 1) -> ScoredTexts:
+        rows = [prompts[i] for i in itertools.islice(order, number)]
+        batch = encode([{"prompt": row} if isinstance(row, str) else row for row in rows]).repeat(group)
+        return sample_texts(batch, policy, rewards, completion_tokens=most, generator=generator, min_new_tokens=least)
+
+    if texts is None:
+        texts = GRADIENT if all(part.differentiable for part in rewards.parts) else "reference:0"
+    own = re.fullmatch(r"reference:(\d+)", str(texts))
+    with policy.reference():
+        judged = sampled(max(PROMPTS, -(-int(own[1]) // GROUP)) if own else PROMPTS, GROUP)
+    told, vocab = (judged.ids, judged.mask, judged.rewards), policy.vocab_size
+    if own:
+        fit, source, number = fit_values(*told, vocab, group=GROUP), "reference", len(judged)
+        values, r2, slope = fit.values, fit.r2, fit.slope
+    else:
+        if texts == GRADIENT:
+            objective.require_gradient("texts: gradient")
+            few = judged[::4]
+            values, source, number = gradient_values(objective, policy, _batches(few)), GRADIENT, len(few)
+        else:
+            longest = config.max_prompt_length or judged.prompts.ids.shape[1]
+            rows = read_texts(texts, policy.tokenizer, longest, most)
+            scored = score_texts(rows, policy, rewards, completion_tokens=most, encode=encode)
+            values = fit_values(scored.ids, scored.mask, scored.rewards, vocab, scored.prompts).values
+            source, number = "texts", len(scored)
+        r2, slope = r2_of(values, *told, GROUP), slope_of(values, *told, GROUP)
+    values = values.to(policy.device)
+
+    policy.set_token_bias(torch.zeros(vocab))
+    set_length(policy, BatchKL(policy, _batches(judged[:: len(judged) // OWN[0]]), least), values, target, CLOSE)
+    for size in OWN[:-1]:
+        batch = BatchKL(policy, _batches(sampled(size)), least)
+        if abs(batch.start / target - 1) > CLOSE or size == OWN[0]:
+            set_length(policy, batch, values, target, LAST_TOLERANCE)
+    last = sampled(OWN[-1])
+    kl = torch.cat([sequence_kl(policy, *each).sum(1) for each in _batches(last)])
+
+    few = judged[:: GROUP // 8]
+    with torch.no_grad(), policy.reference():
+        hidden = predicting_hidden(policy, few.prompts, few.ids)[few.mask.bool()]
+    length = float(policy.token_bias.norm() / values.norm().clamp(min=1e-30))
+    predicted = tilted(policy.ref_head, hidden, values, [length * share for share in LENGTHS]) / len(few)
+    grouped = judged.rewards.view(-1, GROUP)
+    before = Estimate.of(grouped.nanmean(1)[grouped.isfinite().any(1)])
+    frontier = [{"kl": kl, "reward": before.mean + slope * gain} for kl, gain in predicted.tolist()]
+    likes, dislikes = extremes(values, policy.tokenizer)
+    after = Estimate.of(last.rewards[last.rewards.isfinite()])
+    return BiasFit(
+        values, source, number, r2, before, frontier, _limits(grouped), target, Estimate.of(kl), after, likes, dislikes
+    )
+
+
+def _batches(texts: ScoredTexts) -> list[tuple[PromptBatch, Tensor, Tensor]]:
+    parts = (texts[start : start + DRAWN] for start in range(0, len(texts), DRAWN))
+    return [(part.prompts, part.ids, part.mask) for part in parts]
+
+
+@torch.no_grad()
+def tilted(head: Head, hidden: Tensor, values: Tensor, lengths: Sequence[float]) -> Tensor:
+    """KL of biases ``c s``, and how much ``E[s]`` they gain, summed over hidden states [N, D]; [C, 2], float64.
+
+    With ``p = softmax(l / temperature)`` of the head's logits l and ``k = c / temperature``,
+    ``KL = k E_c[s] - log E_p[exp(k s)]``. Logits exist for `grade.models.head.chunk_rows` rows at a time.
+    """
+    total = torch.zeros(len(lengths), 2, dtype=torch.float64)
+    for rows in hidden.split(chunk_rows(len(values), len(hidden))):
+        logits = head(rows)
+        s, norm = values.to(logits), logits.logsumexp(-1)
+        mean = logits.softmax(-1) @ s
+        for i, length in enumerate(lengths):
+            k = length / head.temperature
+            biased = logits + k * s
+            expected = biased.softmax(-1) @ s
+            kl = k * expected - biased.logsumexp(-1) + norm
+            total[i] += torch.stack([kl.sum(), (expected - mean).sum()]).double().cpu()
+    return total
+
+
+def _limits(rewards: Tensor) -> list[Law]:
+    """The limit at `LIMITS`, as far as rewards [prompts, n] can tell."""
+    complete = rewards[rewards.isfinite().all(1)]
+    if not len(complete):
+        return []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*cannot tell the limit")
+        laws = [limit_at(complete, kl) for kl in LIMITS]
+    return [law for law in laws if np.isfinite(law.reward)]
+
+
+def extremes(values: Tensor, tokenizer: Any, number: int = 10) -> tuple[list[str], list[str]]:
+    """Texts of the tokens with the largest values [V], and of those with the smallest, from the end on."""
+    order = values.argsort().tolist()
+    return tuple([tokenizer.decode([i]) for i in ids] for ids in (order[: -number - 1 : -1], order[:number]))
