@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from grade.files import read_json
 COLUMNS = {"step": "step", "train/reward": "reward", "train/kl": "KL", "val/reward_mean": "held-out reward",
            "val/reward_stderr": "± standard error"}  # fmt: skip
 HISTORY_ROWS = 10
+TILT_FILE = "tilt.json"
+"""What `grade tilt` found."""
 
 
 @command(
@@ -25,8 +28,11 @@ HISTORY_ROWS = 10
     option("--rows", type=int, default=5, metavar="N", help="completions of each table (default: 5)"),
 )
 def _show(args: argparse.Namespace) -> None:
-    """Print a run's history, and completions of one step with their rewards."""
+    """Print a run's history, completions of one step with their rewards, and what a token bias prefers."""
     run = Path(args.run)
+    if (run / TILT_FILE).is_file() and not (run / "history.csv").is_file():
+        print(*read_json(run / TILT_FILE)["summary"], sep="\n")
+        return
     history = _history(run)
     print(history.to_string(index=False, na_rep="", float_format="{:.4g}".format))
     paths = sorted(run.glob("completions/*_*.parquet"))
@@ -38,6 +44,24 @@ def _show(args: argparse.Namespace) -> None:
         kind, _, number = path.stem.rpartition("_")
         if int(number) == step:
             _print_table(kind, step, pd.read_parquet(path), args.rows)
+    _print_tokens(run)
+
+
+def _print_tokens(run: Path) -> None:
+    """Tokens with the largest and the smallest bias, if there is one and its base is at hand."""
+    from transformers import AutoTokenizer  # here: --help needs no torch
+
+    from grade.models.token_bias import base_of_bias, saved_bias
+    from grade.training.fit_bias import extremes
+    from grade.training.folder import last_checkpoint
+
+    folder = last_checkpoint(run) or run / "adapter"
+    if (values := saved_bias(folder)) is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(base_of_bias(folder), trust_remote_code=False)
+        for name, tokens in zip(("more", "less"), extremes(values, tokenizer), strict=True):
+            print(f"\nwritten {name}  {' '.join(map(repr, tokens))}")
 
 
 def _history(run: Path) -> pd.DataFrame:

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 
 from grade.cli.options import command, option
+from grade.cli.runs import TILT_FILE
 from grade.errors import InputError
 from grade.files import atomic, write_json
 from grade.training.config import TrainConfig
 from grade.training.fit_bias import fit_bias
 from grade.training.load import load_task
-
-TILT_FILE = "tilt.json"
 
 
 @command(

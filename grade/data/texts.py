@@ -22,7 +22,7 @@ from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_token
 from grade.models.sampling import generate
 from grade.results import progress
 
-DRAWN, SCORED = 64, 256
+DRAWN, SCORED = 128, 256
 """Completions that are drawn, and scored, at once."""
 WAIT = 3.0
 """Seconds until a bar appears."""
@@ -104,10 +104,10 @@ def score_texts(
 
 @torch.no_grad()
 def sample_texts(
-    prompts: PromptBatch, backbone: Backbone, rewards: Any, *, completion_tokens: int, generator: torch.Generator,
-    min_new_tokens: int = 0,
+    prompts: PromptBatch, backbone: Backbone, rewards: Any | None, *, completion_tokens: int,
+    generator: torch.Generator, min_new_tokens: int = 0,
 ) -> ScoredTexts:  # fmt: skip
-    """A completion of each prompt by ordinary sampling, with its reward as of `score_texts`."""
+    """A completion of each prompt by ordinary sampling, with its reward as of `score_texts`; NaN without rewards."""
     drawn: list[list[int]] = []
     for start in progress(range(0, len(prompts), DRAWN), "completions", delay=WAIT):
         batch = prompts[start : start + DRAWN].to(backbone.device)
@@ -117,13 +117,14 @@ def sample_texts(
 
 
 @torch.no_grad()
-def _scored(backbone: Backbone, rewards: Any, prompts: PromptBatch, completions: list[list[int]]) -> ScoredTexts:
-    prompts, parts = prompts.to(backbone.device), []
+def _scored(backbone: Backbone, rewards: Any | None, prompts: PromptBatch, completions: list[list[int]]) -> ScoredTexts:
+    prompts = prompts.to(backbone.device)
     ids, mask = padded(completions, device=backbone.device)
-    for start in progress(range(0, len(ids), SCORED), "texts scored", delay=WAIT):
+    values = ids.new_full(ids.shape[:1], torch.nan, dtype=torch.float64)
+    for start in progress(range(0, len(ids), SCORED) if rewards is not None else (), "texts scored", delay=WAIT):
         part = slice(start, start + SCORED)
-        parts.append(rewards.score(backbone, prompts[part], ids[part], mask[part]).double())
-    return ScoredTexts(prompts, ids, mask, torch.cat(parts))
+        values[part] = rewards.score(backbone, prompts[part], ids[part], mask[part]).double()
+    return ScoredTexts(prompts, ids, mask, values)
 
 
 def _completion_ids(backbone: Backbone, row: Row, most: int) -> list[int]:

@@ -61,13 +61,13 @@ def save_bias(values: Tensor, folder: Path, base: str) -> None:
         save_file({_NAME: values.detach().cpu().contiguous()}, new, {_BASE: base})
 
 
-def saved_bias(folder: str | Path, vocab: int) -> Tensor | None:
-    """The saved values [V], if the folder has any; an `InputError` if they are not V = ``vocab``."""
+def saved_bias(folder: str | Path, vocab: int | None = None) -> Tensor | None:
+    """The saved values [V], if the folder has any; an `InputError` if they are not V = ``vocab``; None: any number."""
     if not (file := Path(folder) / BIAS_FILE).is_file():
         return None
     with safe_open(file, "pt") as saved:
         values = saved.get_tensor(_NAME)
-    if values.shape != (vocab,):
+    if vocab is not None and values.shape != (vocab,):
         raise InputError("token_bias", list(values.shape), f"[{vocab}] numbers, as the head has tokens ({file})")
     return values
 

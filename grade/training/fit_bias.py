@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grade.data.texts import DRAWN, read_texts, sample_texts, score_texts
+from grade.data.texts import read_texts, sample_texts, score_texts
 from grade.gradients.objective import Objective
 from grade.gradients.tilt import Law, fit_values, gradient_values, limit_at, r2_of, slope_of
 from grade.models.backbone import Backbone
@@ -45,7 +46,7 @@ PROMPTS, GROUP = 8, 64
 """Prompts, and completions of the reference for each: with 64 the limit is known up to about 1 nat."""
 AVERAGED = 128
 """Completions whose gradients are averaged, of the ``PROMPTS * GROUP``."""
-OWN = (64, 128, 256)
+OWN = (64, 64, 128)
 """Fresh completions of the biased policy in each round. The length is set along the first ones, and along each of the
 next if KL is off by more than `CLOSE`; the last measure alone."""
 CLOSE = 0.03
@@ -59,30 +60,30 @@ NOTHING = 0.02
 
 @dataclass(frozen=True)
 class BiasFit:
-    """What `fit_bias` found. Rewards are means over prompts; KL is in nats per completion."""
+    """What `fit_bias` found. KL is in nats per completion; a gain is over the reference's mean reward, per prompt."""
 
     values: Tensor  # s [V], in units of the reward; the bias is proportional to them
     source: str  # texts, reference or gradient
     texts: int  # completions that the values come from
     r2: float  # share of rewards' variance within prompts that they explain, out of sample
-    before: Estimate  # reward of the reference
-    frontier: list[dict[str, float]]  # predicted along the reference's completions: "kl" and "reward"
-    limit: list[Law]  # the most reward that any policy can have at a KL, as far as `GROUP` samples can tell
+    frontier: list[dict[str, float]]  # "kl" and "gain" of some lengths, predicted along the reference's completions
+    limit: list[Law]  # the most gain (``reward``) of any policy at a KL, as far as `GROUP` samples can tell
     target_kl: float
-    kl: Estimate  # KL of own completions, which were not used to find the length
-    after: Estimate  # reward of these
-    likes: list[str]  # tokens with the largest values
+    kl: Estimate  # of own completions, which were not used to find the length
+    before: Estimate  # reward of the reference for their prompts
+    gain: Estimate  # of own completions, paired by prompt
+    likes: list[str]  # tokens with the largest values, of those that the reference has written
     dislikes: list[str]  # tokens with the smallest
 
     @property
     def predicted(self) -> float:
-        """Reward at the target KL; it grows about as the root of KL does."""
-        kl, reward = ([row[name] for row in self.frontier] for name in ("kl", "reward"))
-        return float(np.interp(self.target_kl**0.5, np.sqrt(kl), reward))
+        """Gain at the target KL if the reward goes on as it begins; it grows about as the root of KL."""
+        kl, gain = ([row[name] for row in self.frontier] for name in ("kl", "gain"))
+        return float(np.interp(self.target_kl**0.5, np.sqrt(kl), gain))
 
     def numbers(self) -> dict[str, Any]:
         """All but the values, as JSON, with the `summary`."""
-        estimates = {name: getattr(self, name) for name in ("kl", "before", "after")}
+        estimates = {name: getattr(self, name) for name in ("kl", "before", "gain")}
         flat = {name: value for name, value in vars(self).items() if name not in ("values", "limit", *estimates)}
         for name, estimate in estimates.items():
             flat |= estimate.metrics(name)
@@ -90,15 +91,15 @@ class BiasFit:
 
     def summary(self) -> str:
         """A few lines for people."""
-        limit = ", ".join(f"{law.reward:.3g} ± {law.stderr:.1g} at {law.kl:g}" for law in self.limit)
+        limit = ", ".join(f"{law.reward:+.3g} ± {law.stderr:.1g} at {law.kl:g}" for law in self.limit)
         nothing = ["tokens alone explain nothing of this reward: train with --method rloo"] * (self.r2 < NOTHING)
         return "\n".join([
             f"R2 {self.r2:.3f}: share of the reward within a prompt that tokens alone explain "
             f"({self.source}, {self.texts} completions)",
             *nothing,
-            f"reward before: {self.before}; predicted at {self.target_kl:g} nats: {self.predicted:.4g}",
-            f"no policy has more than {limit} nats" if limit else "the limit: too few completions with a reward",
-            f"KL {self.kl} nats per completion, reward {self.after}: own completions of training prompts",
+            f"predicted gain {self.predicted:+.3g} at {self.target_kl:g} nats per completion",
+            f"limit of any policy {f'{limit} nats' if limit else 'unknown: some completions have no reward'}",
+            f"reached KL {self.kl}, gain {self.gain}, from a reward of {self.before}",
             f"likes     {' '.join(map(repr, self.likes))}",
             f"dislikes  {' '.join(map(repr, self.dislikes))}",
         ])  # fmt: skip
@@ -133,7 +134,7 @@ def fit_bias(
     >>> from grade.training.toy import toy_task
     >>> task, args = toy_task(), GradeConfig(max_completion_length=8)
     >>> found = fit_bias(task.backbone, task.reward_model, task.train_prompts, 0.5, args=args)
-    >>> found.r2 > 0.9, abs(found.kl.mean - 0.5) < 0.05, found.after.mean > found.before.mean
+    >>> found.r2 > 0.9, abs(found.kl.mean - 0.5) < 0.05, found.gain.mean > 3 * found.gain.stderr
     (True, True, True)
     """
     config = args or GradeConfig()
@@ -147,17 +148,19 @@ def fit_bias(
     def encode(rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         return encode_examples(policy.tokenizer, rows, **config.reading)
 
-    def sampled(number: int, group: int = 1) -> ScoredTexts:
+    def drawn(number: int) -> PromptBatch:
         rows = [prompts[i] for i in itertools.islice(order, number)]
-        batch = encode([{"prompt": row} if isinstance(row, str) else row for row in rows]).repeat(group)
-        return sample_texts(batch, policy, rewards, completion_tokens=most, generator=generator, min_new_tokens=least)
+        return encode([{"prompt": row} if isinstance(row, str) else row for row in rows])
+
+    sampled = partial(sample_texts, backbone=policy, completion_tokens=most, generator=generator, min_new_tokens=least)
 
     if texts is None:
         texts = GRADIENT if all(part.differentiable for part in rewards.parts) else "reference:0"
     own = re.fullmatch(r"reference:(\d+)", str(texts))
     averaged = re.fullmatch(rf"{GRADIENT}(?::(\d+))?", str(texts))
     with policy.reference():
-        judged = sampled(max(PROMPTS, -(-int(own[1]) // GROUP)) if own else PROMPTS, GROUP)
+        number = max(PROMPTS, -(-int(own[1]) // GROUP)) if own else PROMPTS
+        judged = sampled(drawn(number).repeat(GROUP), rewards=rewards)
     told, vocab = (judged.ids, judged.mask, judged.rewards), policy.vocab_size
     if own:
         fit, source, number = fit_values(*told, vocab, group=GROUP), "reference", len(judged)
@@ -180,29 +183,32 @@ def fit_bias(
     policy.set_token_bias(torch.zeros(vocab))
     set_length(policy, BatchKL(policy, _batches(judged[:: len(judged) // OWN[0]]), least), values, target, CLOSE)
     for size in OWN[:-1]:
-        batch = BatchKL(policy, _batches(sampled(size)), least)
+        batch = BatchKL(policy, _batches(sampled(drawn(size), rewards=None)), least)
         if abs(batch.start / target - 1) > CLOSE or size == OWN[0]:
             set_length(policy, batch, values, target, LAST_TOLERANCE)
-    last = sampled(OWN[-1])
-    kl = torch.cat([sequence_kl(policy, *each).sum(1) for each in _batches(last)])
+    asked = drawn(OWN[-1])
+    after = sampled(asked, rewards=rewards)
+    with policy.reference():
+        before = sampled(asked, rewards=rewards).rewards
+    kl = Estimate.of(torch.cat([sequence_kl(policy, *each).sum(1) for each in _batches(after)]))
+    gain = after.rewards - before
 
     few = judged[:: GROUP // 8]
     with torch.no_grad(), policy.reference():
         hidden = predicting_hidden(policy, few.prompts, few.ids)[few.mask.bool()]
     length = float(policy.token_bias.norm() / values.norm().clamp(min=1e-30))
     predicted = tilted(policy.ref_head, hidden, values, [length * share for share in LENGTHS]) / len(few)
-    grouped = judged.rewards.view(-1, GROUP)
-    before = Estimate.of(grouped.nanmean(1)[grouped.isfinite().any(1)])
-    frontier = [{"kl": kl, "reward": before.mean + slope * gain} for kl, gain in predicted.tolist()]
-    likes, dislikes = extremes(values, policy.tokenizer)
-    after = Estimate.of(last.rewards[last.rewards.isfinite()])
+    frontier = [{"kl": kl, "gain": slope * gain} for kl, gain in predicted.tolist()]
+    seen = judged.ids[judged.mask.bool()].bincount(minlength=vocab) > 0
     return BiasFit(
-        values, source, number, r2, before, frontier, _limits(grouped), target, Estimate.of(kl), after, likes, dislikes
-    )
+        values, source, number, r2, frontier, _limits(judged.rewards.view(-1, GROUP)), target, kl,
+        Estimate.of(before[before.isfinite()]), Estimate.of(gain[gain.isfinite()]),
+        *extremes(values * seen, policy.tokenizer),
+    )  # fmt: skip
 
 
 def _batches(texts: ScoredTexts) -> list[tuple[PromptBatch, Tensor, Tensor]]:
-    parts = (texts[start : start + DRAWN] for start in range(0, len(texts), DRAWN))
+    parts = (texts[start : start + GROUP] for start in range(0, len(texts), GROUP))
     return [(part.prompts, part.ids, part.mask) for part in parts]
 
 
@@ -228,8 +234,9 @@ def tilted(head: Head, hidden: Tensor, values: Tensor, lengths: Sequence[float])
 
 
 def _limits(rewards: Tensor) -> list[Law]:
-    """The limit at `LIMITS`, as far as rewards [prompts, n] can tell."""
+    """The limit at `LIMITS` of rewards [prompts, n] relative to their prompt's mean, as far as n can tell."""
     complete = rewards[rewards.isfinite().all(1)]
+    complete = complete - complete.mean(1, keepdim=True)
     if not len(complete):
         return []
     with warnings.catch_warnings():
@@ -241,4 +248,7 @@ def _limits(rewards: Tensor) -> list[Law]:
 def extremes(values: Tensor, tokenizer: Any, number: int = 10) -> tuple[list[str], list[str]]:
     """Texts of the tokens with the largest values [V], and of those with the smallest, from the end on."""
     order = values.argsort().tolist()
-    return tuple([tokenizer.decode([i]) for i in ids] for ids in (order[: -number - 1 : -1], order[:number]))
+    # Of a part of a letter the text is a replacement character, and the token's name says more.
+    texts = {i: tokenizer.decode([i]) for i in (*order[-number:], *order[:number])}
+    texts |= {i: tokenizer.convert_ids_to_tokens(i) for i, text in texts.items() if "\ufffd" in text}
+    return [texts[i] for i in order[: -number - 1 : -1]], [texts[i] for i in order[:number]]

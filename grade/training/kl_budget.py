@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,7 +186,8 @@ def set_length(
         return 0.0, batch.start
     length = math.sqrt(2 * wanted * sum(len(ids) for _, ids, _ in batch.completions) / len(tokens)) / spread
     bias.copy_(direction * length)
-    factor, kl = scale_step([bias], [torch.zeros_like(bias)], 0.0, wanted, batch.measure, tolerance=tolerance)
+    measure = partial(batch.measure, same_adapter=True)
+    factor, kl = scale_step([bias], [torch.zeros_like(bias)], 0.0, wanted, measure, tolerance=tolerance)
     return factor * length, kl
 
 
@@ -263,24 +265,28 @@ class BatchKL:
         """
         self.backbone, self.completions, self.least, self.total = backbone, completions, least, total
         self.length = length or max(ids.shape[1] for _, ids, _ in completions)
-        with torch.no_grad(), backbone.reference():
-            self.reference = [predicting_hidden(backbone, prompts, ids) for prompts, ids, _ in completions]
-        each, self.logps = self._terms()
+        with backbone.reference():
+            self.reference = self._hidden()
+        self.hidden = self._hidden()
+        each, self.logps = self._terms(self.hidden)
         self.start = self._mean(each, torch.ones_like(each))
 
-    def measure(self) -> float:
-        """KL under the current policy."""
-        each, logps = self._terms()
+    def measure(self, same_adapter: bool = False) -> float:
+        """KL under the current policy; ``same_adapter``: only the token bias has changed, so no pass is needed."""
+        each, logps = self._terms(self.hidden if same_adapter else self._hidden())
         ratio = logps - self.logps
         prefix = (ratio.cumsum(1) - ratio).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         return self._mean(each, prefix.exp())
 
     @torch.no_grad()
-    def _terms(self) -> tuple[Tensor, Tensor]:
-        """KL and log-probability of each token of this process [n, T], 0 where masked."""
+    def _hidden(self) -> list[Tensor]:
+        return [predicting_hidden(self.backbone, prompts, ids) for prompts, ids, _ in self.completions]
+
+    @torch.no_grad()
+    def _terms(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """KL and log-probability of each token of this process [n, T], 0 where masked, from hidden states."""
         kl, logps = [], []
-        for (prompts, ids, mask), reference in zip(self.completions, self.reference, strict=True):
-            hidden = predicting_hidden(self.backbone, prompts, ids)
+        for (_, ids, mask), hidden, reference in zip(self.completions, states, self.reference, strict=True):
             missing = (0, self.length - ids.shape[1])
             terms = token_kl(self.backbone, hidden, reference, mask)
             kl.append(F.pad(terms.double(), missing))
