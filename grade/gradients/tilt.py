@@ -193,31 +193,26 @@ def r2_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int
 
     ``sign(corr) corr^2``, of completions that the values were not fitted on; arguments as of `fit_values`.
     """
-    predicted, y, _ = _within(values, ids, mask, rewards, group)
-    product = float(predicted @ y)
-    return float(np.sign(product)) * product**2 / max(float((predicted @ predicted) * (y @ y)), 1e-300)
+    product, predicted, rewarded, _ = agreement(values, ids, mask, rewards, group)
+    return float(np.sign(product) * product**2 / max(predicted * rewarded, 1e-300))
 
 
 def slope_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
     """Factor by which values [V] predict rewards within groups best; at least 0."""
-    predicted, y, _ = _within(values, ids, mask, rewards, group)
-    return max(0.0, float(predicted @ y) / max(float(predicted @ predicted), 1e-300))
+    product, predicted, *_ = agreement(values, ids, mask, rewards, group)
+    return max(0.0, float(product / max(predicted, 1e-300)))
 
 
 def agreement(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> np.ndarray:
-    """Covariance of prediction and reward in each group, over the spread of both: their sum is the correlation."""
-    predicted, y, groups = _within(values, ids, mask, rewards, group)
-    spread = max(float((predicted @ predicted) * (y @ y)), 1e-300) ** 0.5
-    return np.bincount(groups, predicted * y)[np.bincount(groups) > 1] / spread
+    """Of what values predict, and of rewards, relative to their group's mean: how well they agree.
 
-
-def _within(
-    values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What values predict, and rewards, relative to their group's mean, of completions with a reward; the groups."""
+    The sums of their product and of the square of each, and the degrees of freedom: completions with a reward, less
+    their groups.
+    """
     kept, y, groups = _scored(rewards, group)
     predicted = (values.double().to(ids.device)[ids] * mask).sum(1).cpu().numpy()[kept]
-    return _centred(predicted, groups), _centred(y, groups), groups
+    predicted, y = _centred(predicted, groups), _centred(y, groups)
+    return np.array([predicted @ y, predicted @ predicted, y @ y, len(y) - len(set(groups))])
 
 
 def _scored(rewards: Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

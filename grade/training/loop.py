@@ -123,8 +123,6 @@ class GradeTrainer:
         place_policy(policy, config)
         self.backbone = policy.view(processing_class, config.temperature)
         self.chosen: dict[str, str] = {}
-        if policy.token_bias is not None:
-            self.chosen["token bias"] = f"in {BIAS_FILE}, which PEFT alone does not read and `grade merge` keeps"
         teacher = teacher or getattr(config, "teacher", None)
         rewards = None
         if teacher is None or reward_funcs not in (None, []):
@@ -133,6 +131,10 @@ class GradeTrainer:
             )
         self.config = config = self._with_method(config, rewards, teacher)
         self.train_dataset = self._checked_rows(train_dataset, "train_dataset")
+        self.rows = 0 if self.train_dataset is None else len(self.train_dataset)
+        if config.max_steps < 0 and self.rows:
+            per_step = config.batch_prompts * config.microbatches
+            self.config = config = config.replace(max_steps=math.ceil(config.num_train_epochs * self.rows / per_step))
         self.eval_dataset, self.judge = eval_dataset, judge
         sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         for name, rows in sets.items():
@@ -146,12 +148,10 @@ class GradeTrainer:
             config.relaxation().check(self.backbone.vocab_size)
             self.objective.require_gradient(config.method)
         self.method = import_object(METHODS[config.method].learner)(config, self.backbone)
+        if policy.token_bias is not None:
+            self.chosen["token bias"] = f"in {BIAS_FILE}, which PEFT alone does not read and `grade merge` keeps"
         self.sampler = import_object(SAMPLER)(config) if hasattr(config, "sampler") else None
-        self.rows = 0 if self.train_dataset is None else len(self.train_dataset)
-        if config.max_steps < 0 and self.rows:
-            per_step = config.batch_prompts * config.microbatches
-            config = config.replace(max_steps=math.ceil(config.num_train_epochs * self.rows / per_step))
-        self.config, self.args = config, config.training_arguments
+        self.args = config.training_arguments
         self.steering = None if config.target_kl is None else KLSteering(self.backbone, config, self._sum)
         self.accelerator = Accelerator(cpu=config.use_cpu)
         self.log_buffer = LogBuffer(self.backbone.tokenizer if config.log_completions else None)

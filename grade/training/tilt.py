@@ -2,8 +2,9 @@
 
 Each step samples completions of the policy, has them scored, refits the values of tokens on all completions so far
 (`grade.gradients.tilt`), and sets the bias along them: at the length whose KL is the step's budget with ``target_kl``,
-else at ``values * T / beta``, the maximum of ``E[sum_t s(y_t)] - beta * mean_t KL_t`` at every position. Completions of
-former biases are as good as new ones: the regression compares completions of one prompt, whoever wrote them.
+else at ``values * T / beta`` (times the temperature, by which the bias is divided too), the maximum of
+``E[sum_t s(y_t)] - beta * mean_t KL_t`` at every position. Completions of former biases are as good as new ones: the
+regression compares completions of one prompt, whoever wrote them.
 
 A differentiable reward is also asked for its gradient; the regression then explains what that misses.
 
@@ -48,7 +49,7 @@ SECOND_HALF = 0.5
 LOOK = 0.25
 """Share of the steps after which ``then: auto`` decides."""
 SIGNIFICANT = 2.0
-"""Standard errors by which rewards must rise with what the values predicted of them."""
+"""Standard errors by which rewards must be correlated with what the values predicted of them."""
 
 
 def _follower(name: str) -> str:
@@ -87,7 +88,7 @@ class TiltLearner(Learner):
         self.ids, self.mask, self.rewards = self._empty()  # all completions so far, in groups of one prompt
         self.gradient = torch.zeros(backbone.vocab_size)  # values by the reward's gradient, summed over steps
         self.values: Tensor | None = None  # [V] in units of the reward
-        self.agreement: list[float] = []  # of each group with what was predicted of it
+        self.agreement = torch.zeros(4, dtype=torch.float64)  # of rewards with what was predicted of them, summed
         self.refuted = False  # whether the bias was dropped
 
     def _empty(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +101,7 @@ class TiltLearner(Learner):
     def tensors(self) -> dict[str, Tensor]:
         """Completions with their rewards, values, and the following method's state."""
         kept = {"ids": self.ids, "mask": self.mask, "rewards": self.rewards, "gradient": self.gradient,
-                "agreement": torch.tensor(self.agreement, dtype=torch.float64),
-                "refuted": torch.tensor(self.refuted)}  # fmt: skip
+                "agreement": self.agreement, "refuted": torch.tensor(self.refuted)}  # fmt: skip
         if self.values is not None:
             kept["values"] = self.values
         following = {} if self.second is None else self.second.tensors()
@@ -111,7 +111,7 @@ class TiltLearner(Learner):
         """Continue where `tensors` was taken."""
         self.ids, self.mask, self.rewards = (tensors[name] for name in ("ids", "mask", "rewards"))
         self.gradient, self.values = tensors["gradient"], tensors.get("values")
-        self.agreement, self.refuted = tensors["agreement"].tolist(), bool(tensors["refuted"])
+        self.agreement, self.refuted = tensors["agreement"], bool(tensors["refuted"])
         if self.second is not None:
             self.second.means = self.means
             names = [name for name in tensors if name.startswith("then.")]
@@ -122,6 +122,8 @@ class TiltLearner(Learner):
     ) -> list[GradientStep]:
         """Sample, score and refit; or a step of the method that follows."""
         self.figures, self.direction = {}, None
+        if self.second is not None and self.second.config.relaxed:
+            objective.require_gradient(self.config.then)
         if self._follows(context.step):
             parts = self.second.step(self._repeated(microbatches), objective, context)
             self.figures, self.means = self.second.figures, self.second.means
@@ -146,9 +148,12 @@ class TiltLearner(Learner):
 
     @property
     def significant(self) -> bool:
-        """Whether rewards rise with what was predicted of them, by `SIGNIFICANT` standard errors over groups."""
-        groups = torch.tensor(self.agreement)
-        return len(groups) > 2 and float(groups.mean()) > SIGNIFICANT * float(groups.std()) / len(groups) ** 0.5
+        """Whether rewards rise with what was predicted of them: ``r sqrt(f / (1 - r^2)) > SIGNIFICANT``.
+
+        r is their correlation within groups, f its degrees of freedom.
+        """
+        product, predicted, rewarded, freedom = self.agreement.tolist()
+        return product > 0 and product**2 * freedom > SIGNIFICANT**2 * (predicted * rewarded - product**2)
 
     def _repeated(self, microbatches: Iterable[Microbatch]) -> Iterable[Microbatch]:
         """Each prompt as often as it had completions, for a method that samples one of each."""
@@ -168,12 +173,12 @@ class TiltLearner(Learner):
         """Add completions of all processes; those are also a test of the values fitted before."""
         rows = [(part.completion_ids.cpu(), part.completion_mask.cpu(), part.reward.double().cpu()) for part in parts]
         rows = context.gather(rows)
+        rows = [row for number in range(len(parts)) for row in rows[number :: len(parts)]]  # as one process has them
         missing = [(0, self.ids.shape[1] - ids.shape[1]) for ids, _, _ in rows]
         ids, mask = (torch.cat([F.pad(row[i], pad) for row, pad in zip(rows, missing, strict=True)]) for i in (0, 1))
         rewards = torch.cat([row[2] for row in rows])
         if self.values is not None:
-            found = agreement(self.values, ids, mask, rewards, self.config.group)
-            self.agreement += found.tolist()
+            self.agreement += torch.from_numpy(agreement(self.values, ids, mask, rewards, self.config.group))
             self._note({"tilt/r2": r2_of(self.values, ids, mask, rewards, self.config.group)})
         self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, mask])
         self.rewards = torch.cat([self.rewards, rewards])
@@ -191,4 +196,4 @@ class TiltLearner(Learner):
             self.direction = self.values.to(self.backbone.device)
         else:
             length = self.config.max_completion_length / objective.beta
-            self.backbone.set_token_bias(self.values * length)
+            self.backbone.set_token_bias(self.values * length * self.config.temperature)

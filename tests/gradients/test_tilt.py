@@ -17,7 +17,6 @@ from grade.gradients.tilt import (
     limit_at,
     limit_for,
     r2_of,
-    slope_of,
 )
 from grade.models.batch import PromptBatch
 from grade.rewards.base import EmbeddingReward
@@ -141,11 +140,10 @@ def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group
     fit = fit_values(ids, mask, missing, 12, group=4)
     other = fit_values(ids[kept], mask[kept], values[kept], 12, group=3)
     assert torch.equal(fit.values, other.values) and fit.r2 == other.r2 > 0.97
-    for function in (r2_of, slope_of):
-        kwargs = dict(values=fit.values, mask=mask[kept], rewards=values[kept], ids=ids[kept], group=3)
-        assert function(fit.values, ids, mask, missing, 4) == function(**kwargs)
-    found = agreement(fit.values, ids, mask, missing.index_fill(0, torch.tensor([1, 2]), torch.nan), 4)
-    assert len(found) == 199  # a completion alone says nothing
+    found = agreement(fit.values, ids, mask, missing, 4)
+    assert np.array_equal(found, agreement(fit.values, ids[kept], mask[kept], values[kept], 3)) and found[3] == 400
+    alone = agreement(fit.values, ids, mask, missing.index_fill(0, torch.tensor([1, 2]), torch.nan), 4)
+    assert alone[3] == 398  # a completion alone says nothing
 
 
 def test_too_few_completions_give_no_values():

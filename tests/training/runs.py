@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +40,11 @@ def toy_project(root: Path) -> dict:
         "kl_eval_prompts": 8, "per_device_eval_batch_size": 4, "save_total_limit": 2, "lr_scheduler_type": "linear",
         "base_name": "base",
     }  # fmt: skip
+
+
+def noise(completions, **_):
+    """A reward that no token explains."""
+    return [zlib.crc32(text.encode()) / 2**32 for text in completions]
 
 
 def settings(method: str, common: dict, output: Path) -> TrainConfig:

@@ -105,6 +105,15 @@ def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
     assert again.measure() == again.start
 
 
+def test_a_token_bias_is_measured_without_a_pass_of_the_policy():
+    task = toy_task()
+    backbone, prompts = task.backbone, encode_prompts(task.backbone.tokenizer, task.train_prompts[:8], 6)
+    backbone.set_token_bias(torch.zeros(backbone.vocab_size))
+    batch = BatchKL(backbone, [(prompts, *generate(backbone, prompts, 8, torch.Generator().manual_seed(0)))])
+    backbone.set_token_bias(torch.randn(backbone.vocab_size, generator=torch.Generator().manual_seed(1)))
+    assert batch.measure(same_adapter=True) == batch.measure() > 0.1
+
+
 # ---- training ----
 def trained(method, rate, folder, steps=6):
     args = TrainConfig(

@@ -33,12 +33,11 @@ def judge(completions, **_):
 def test_auto_is_the_default_and_says_what_it_chose_and_why(task, caplog):
     assert MethodConfig().method == "auto"
     for reward in (judge, ToyReward(task.backbone.hidden_size)):
-        assert chosen(task, caplog, reward) == ("rloo", "it needs the reward's values only, and is unbiased")
-
-
-def test_a_reward_on_the_embedding_table_is_differentiated_itself_unless_groups_are_asked_for(task, caplog):
-    assert chosen(task, caplog)[0] == "ste"
-    assert chosen(task, caplog, num_generations=4)[0] == "rloo"
+        why = "without target_kl or beta nothing limits a token bias"
+        assert chosen(task, caplog, reward) == ("rloo", why)
+        for limit in ({"target_kl": 1.0}, {"beta": 0.1}):
+            why = "a token bias, if it predicts the reward of new completions; otherwise rloo"
+            assert chosen(task, caplog, reward, **limit) == ("tilt", why)
 
 
 def test_settings_of_grpo_mean_grpo_as_in_a_script_for_trl(task, caplog):

@@ -61,10 +61,14 @@ def interrupted(common, output, monkeypatch, method="ste", after=2):
         ("ste", {"target_kl": 0.5}, 2),
         ("rloo", {"target_kl": 0.5}, 2),
         ("ppo", {}, 2),
+        ("tilt", {"target_kl": 0.5, "then": "ppo"}, 1),
+        ("tilt", {"target_kl": 0.5, "then": "ppo"}, 4),
+        ("auto", {"target_kl": 0.5}, 3),
+        ("auto", {"target_kl": 0.5, "reward": f"{HERE / 'runs.py'}:noise"}, 3),
     ],
 )
 def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options, after):
-    """The budget and the value head: the last checkpoints have the same bytes."""
+    """The budget, the value head, the values of tokens: the last checkpoints have the same bytes."""
     monkeypatch.setattr("grade.training.run.finish", lambda config: None)  # which removes the checkpoints
     values = common | options | {"max_steps": 5, "save_total_limit": None, "logging_steps": 2}
     train(settings(method, values, tmp_path / "whole"), silent)
@@ -72,12 +76,16 @@ def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypat
     assert not (tmp_path / "again" / "checkpoint-5").exists()
     assert train(settings(method, values, tmp_path / "again"), silent, "yes").step == 5
     whole, again = (tmp_path / name / "checkpoint-5" for name in ("whole", "again"))
-    for name in ("adapter_model.safetensors", "optimizer.pt", "../history.csv", "../metrics.json"):
+    bias = ["token_bias.safetensors"] if method in ("tilt", "auto") else []
+    for name in ("adapter_model.safetensors", "optimizer.pt", "../history.csv", "../metrics.json", *bias):
         assert (whole / name).read_bytes() == (again / name).read_bytes(), name
     states = [json.loads((folder / STATE_FILE).read_text()).get("kl_budget") for folder in (whole, again)]
     assert states[0] == states[1]
     assert (whole / "learner.safetensors").read_bytes() == (again / "learner.safetensors").read_bytes()
-    assert bool(load_file(again / "learner.safetensors")) == (method == "ppo")
+    learned = load_file(again / "learner.safetensors")
+    assert bool(learned) == (method in ("ppo", "tilt", "auto"))
+    if method == "auto":
+        assert bool(learned["refuted"]) == ("reward" in options)
 
 
 def test_a_checkpoint_is_there_when_it_is_complete(common, tmp_path):

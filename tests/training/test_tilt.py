@@ -1,0 +1,187 @@
+"""Method `tilt`: it lands on its budget, uses what explains a reward, and gives way where nothing does."""
+
+import pytest
+import torch
+from training.runs import noise
+from transformers import TrainerCallback
+
+from grade import GradeConfig, GradeTrainer
+from grade.errors import InputError
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import Completions, StepContext
+from grade.models.backbone import Backbone
+from grade.models.prompts import encode_prompts
+from grade.models.sampling import generate
+from grade.rewards.base import Reward
+from grade.rewards.rewards import make_rewards
+from grade.training.config import GradeConfig as Config
+from grade.training.tilt import TiltLearner
+from grade.training.toy import toy_task
+
+T = 8
+
+
+class Added(Reward):
+    """A sum of values of tokens, which are known."""
+
+    def __init__(self, vocab, seed=0):
+        self.values = torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+
+    def score(self, policy, prompts, ids, mask):
+        return (self.values[ids] * mask).sum(1)
+
+
+class Neighbours(Added):
+    """Whether neighbouring tokens have values of one sign: each token is as good as any."""
+
+    def score(self, policy, prompts, ids, mask):
+        signs = self.values[ids].sign() * mask
+        return (signs[:, 1:] * signs[:, :-1]).sum(1)
+
+
+class Watch(TrainerCallback):
+    """The adapter's B and the token bias after each step."""
+
+    def __init__(self, policy):
+        self.policy, self.adapter, self.bias = policy, [], []
+
+    def on_step_end(self, args, state, control, **_):
+        b = [p for name, p in self.policy.model.named_parameters() if "lora_B" in name]
+        self.adapter.append(float(sum(p.detach().abs().sum() for p in b)))
+        self.bias.append(self.policy.token_bias.detach().clone())
+
+
+def run(folder, task, reward, steps=4, batch=64, **settings):
+    config = GradeConfig(
+        str(folder), max_steps=steps, max_completion_length=T, min_completion_length=T, max_prompt_length=6,
+        truncation="right", per_device_train_batch_size=batch, learning_rate=1e-2, use_cpu=True, seed=0,
+        save_strategy="no", disable_tqdm=True, raw_prompts=True, kl_eval_prompts=200,
+        **{"method": "tilt", **settings},
+    )  # fmt: skip
+    watch, rows = Watch(task.backbone), [{"prompt": text} for text in task.train_prompts]
+    held_out = [{"prompt": text} for text in task.validation_prompts]
+    trainer = GradeTrainer(task.backbone, reward, config, rows, held_out, callbacks=[watch])
+    trainer.watch = watch
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["values alone", "gradient"])
+def test_a_run_ends_at_its_target_with_more_reward_and_leaves_the_adapter_alone(kind, tmp_path):
+    task = toy_task()
+    reward = task.reward_model if kind == "gradient" else Added(task.backbone.vocab_size)
+    trainer = run(tmp_path, task, reward, target_kl=1.0)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_kl"] * T == pytest.approx(1.0, rel=0.1)
+    assert after["eval_reward"] > before["eval_reward"] + 3 * after["eval_reward_stderr"]
+    assert not any(trainer.watch.adapter)
+    trainer.save_model(tmp_path / "saved")
+    bare = toy_task().backbone.peft.unload()
+    again = Backbone(bare, task.backbone.tokenizer, adapter=tmp_path / "saved")
+    assert torch.equal(again.token_bias, task.backbone.token_bias) and again.token_bias.any()
+    assert "token_bias.safetensors" in (tmp_path / "saved" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("then", ["ste", "rloo", "ppo"])
+def test_the_method_that_follows_trains_the_adapter_in_the_second_half_and_only_there(then, tmp_path):
+    task = toy_task()
+    own = {"gumbel_topk": 16} if then == "ste" else {}
+    trainer = run(tmp_path, task, task.reward_model, 6, 16, target_kl=1.0, then=then, **own)
+    trainer.train()
+    adapter, bias = trainer.watch.adapter, trainer.watch.bias
+    assert not any(adapter[:3]) and 0 < adapter[3] and len(set(adapter[3:])) == 3
+    assert not torch.equal(bias[1], bias[2]) and all(torch.equal(bias[2], each) for each in bias[3:])
+    assert trainer.evaluate()["eval_kl"] * T == pytest.approx(1.0, rel=0.25)  # batches of 8 completions
+
+
+def test_a_reward_without_gradient_is_refused_before_the_first_half_for_what_needs_one(tmp_path):
+    task = toy_task()
+    trainer = run(tmp_path, task, Added(task.backbone.vocab_size), target_kl=1.0, then="ste", gumbel_topk=16)
+    with pytest.raises(InputError, match="for ste a differentiable reward"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_without_a_target_beta_is_the_price_of_kl(temperature, tmp_path):
+    task = toy_task()
+    trainer = run(tmp_path, task, Added(task.backbone.vocab_size), 2, beta=8.0, temperature=temperature)
+    trainer.train()
+    values = trainer.method.values
+    assert torch.allclose(task.backbone.token_bias, values * (T / 8.0) * temperature, atol=1e-6)
+    # The maximum of E[s] - beta / T KL at one position, among multiples of the bias.
+    logits = torch.randn(5, task.backbone.vocab_size, generator=torch.Generator().manual_seed(0))
+    p = (logits / temperature).log_softmax(-1)
+
+    def objective(factor):
+        q = ((logits + factor * task.backbone.token_bias.detach()) / temperature).log_softmax(-1)
+        return float((q.exp() * (values - 8.0 / T * (q - p))).sum())
+
+    assert objective(1.0) > max(objective(0.9), objective(1.1))
+
+
+def test_neither_target_nor_beta_is_one_line(tmp_path):
+    task = toy_task()
+    with pytest.raises(InputError, match="target_kl: got None; allowed: a KL in nats per completion, or beta above 0"):
+        run(tmp_path, task, task.reward_model)
+
+
+@pytest.mark.parametrize("kind", ["additive", "neighbours", "noise"])
+@pytest.mark.parametrize(
+    "length", [{"steps": 8}, {"steps": -1, "num_train_epochs": 8 * 8 / 200}], ids=["steps", "epochs"]
+)
+def test_auto_keeps_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhere(kind, length, tmp_path):
+    task = toy_task()
+    vocab = task.backbone.vocab_size
+    reward = {"additive": Added(vocab), "neighbours": Neighbours(vocab), "noise": noise}[kind]
+    trainer = run(tmp_path, task, reward, method="auto", target_kl=1.0, **length)
+    trainer.train()
+    adapter, bias = trainer.watch.adapter, trainer.watch.bias
+    assert trainer.config.method == "tilt" and len(bias) == 8
+    assert bias[1].any() and not any(adapter[:2])
+    if kind == "additive":
+        assert all(each.any() for each in bias) and not any(adapter)
+    else:
+        assert not any(each.any() for each in bias[2:]) and all(adapter[2:])
+    assert trainer.evaluate()["eval_kl"] * T == pytest.approx(1.0, rel=0.25)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_completions_without_a_reward_are_left_out(share, tmp_path):
+    task = toy_task()
+    draws = torch.Generator().manual_seed(0)
+
+    def reward(completions, **_):
+        missing = torch.rand(len(completions), generator=draws) < share
+        return [None if no else float(text.count("e")) for no, text in zip(missing, completions, strict=True)]
+
+    trainer = run(tmp_path, task, reward, target_kl=1.0)
+    with pytest.warns(UserWarning, match="rewards are all None"):
+        trainer.train()
+    kl = trainer.evaluate()["eval_kl"] * T
+    assert kl == pytest.approx(1.0, rel=0.1) if share < 1 else kl == 0 and not task.backbone.token_bias.any()
+
+
+@pytest.mark.parametrize("kind", ["values alone", "gradient"])
+def test_two_processes_have_the_values_of_one(kind):
+    task = toy_task()
+    policy = task.backbone
+    rewards = make_rewards(task.reward_model if kind == "gradient" else Added(policy.vocab_size), policy)
+    prompts = encode_prompts(policy.tokenizer, task.train_prompts[:16], 6)
+    parts = []
+    for number in range(4):
+        own = prompts[4 * number : 4 * number + 4].repeat(4)
+        parts.append(Completions(own, *generate(policy, own, T, torch.Generator().manual_seed(number))))
+    config = Config("", method="tilt", target_kl=1.0, max_steps=2, num_generations=4, max_completion_length=T)
+
+    def values(own, gather, total):
+        learner = TiltLearner(config, policy)
+        learner.step(own, Objective(rewards, 0.0), StepContext(4, lambda: None, total, gather))
+        return learner.values
+
+    rows, sums = [], []
+    values(parts[1::2], lambda each: rows.extend(each) or each, lambda each: sums.append(each) or each)
+    both = values(parts[::2], lambda each: each + rows, lambda each: each + sums[0])
+    one = values(parts, lambda each: each, lambda each: each)
+    assert torch.allclose(both, one, rtol=1e-5, atol=1e-7) and one.any()
