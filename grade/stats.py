@@ -45,6 +45,21 @@ class Estimate(NamedTuple):
         stderr = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else None
         return cls(statistics.fmean(numbers), stderr, n)
 
+    @classmethod
+    def crossed(cls, values: np.ndarray | Tensor) -> Self:
+        """Estimate the mean of values [R, P] of R runs on the same P prompts; n is R.
+
+        The squared standard error is that of the means over runs plus that of the means over prompts, so it holds for
+        other runs *and* other prompts; what both share counts twice (Owen 2007, arXiv:0712.2060). One run has the error
+        over prompts alone.
+
+        >>> print(Estimate.crossed(np.array([[1.0, 3.0], [2.0, 6.0]])))     # sqrt(1 + 1.5^2)
+        3 ± 1.8 (n=2)
+        """
+        values = np.asarray(values, dtype=float)
+        errors = [cls.of(values.mean(axis)).stderr or 0.0 for axis in (0, 1)]
+        return cls(float(values.mean()), math.hypot(*errors), len(values))
+
     def metrics(self, name: str) -> dict[str, float | int | None]:
         """Mean, standard error and n as flat metrics."""
         return {name: self.mean, f"{name}_stderr": self.stderr, f"{name}_n": self.n}

@@ -55,12 +55,12 @@ def suite_values(root: Path, profile: str) -> dict[str, Any]:
     for key, allowed in own.items():
         if values.get(key) != allowed:
             raise InputError(f"params/{profile}/suite.yaml: {key}", values.get(key), f"{allowed!r}, the profile's own")
-    others = {"alone": {}, "experiments": {}, "runs": [], "seeds": []}
+    others = {"alone": {}, "experiments": {}, "runs": [], "seeds": [], "studies": []}
     for key in values.keys() - {*own, *others}:
         raise InputError(f"params/{profile}/suite.yaml", key, allowed_names(key, [*own, *others]))
     values = others | values
     read = {path.stem for path in (root / "params" / DEFAULT_PROFILE).glob("*.yaml")}
-    read |= {*values["alone"], *values["experiments"], *(f"train_{run}" for run in values["runs"])}
+    read |= {*values["alone"], *values["experiments"], *values["studies"], *(f"train_{run}" for run in values["runs"])}
     for name in sorted(path.stem for path in (root / "params" / profile).glob("*.yaml")):
         if name not in read:
             allowed = allowed_names(name, sorted(read))

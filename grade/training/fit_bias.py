@@ -4,7 +4,8 @@ Values of tokens come from
 
 - texts that are there already, scored once (`grade.data.texts.read_texts`);
 - ``reference:N``: N completions of the reference, `GROUP` of each prompt;
-- ``gradient``: one gradient of a differentiable reward, averaged over completions of the reference.
+- ``gradient``: one gradient of a differentiable reward, averaged over `AVERAGED` completions of the reference, or over
+  N with ``gradient:N``.
 
 `GROUP` completions of the reference for each of `PROMPTS` prompts tell in any case how well the values explain rewards
 within a prompt, what the bias will gain, and what no policy can exceed. The length then meets a KL, measured exactly
@@ -43,6 +44,8 @@ TARGET_KL = 5.0
 """Nats per completion, where neither an argument nor the settings say how many."""
 PROMPTS, GROUP = 8, 64
 """Prompts, and completions of the reference for each: with 64 the limit is known up to about 1 nat."""
+AVERAGED = 128
+"""Completions whose gradients are averaged, of the ``PROMPTS * GROUP``."""
 OWN = (64, 64, 128)
 """Fresh completions of the biased policy in each round. The length is set along the first ones, and along each of the
 next if KL is off by more than `CLOSE`; the last measure alone."""
@@ -118,7 +121,8 @@ def fit_bias(
         prompts: Training prompts: texts, or rows with a ``prompt``.
         target_kl: In nats per completion; None: that of ``args``, else `TARGET_KL`.
         texts: Where values of tokens come from: a file, hub id or rows for `grade.data.texts.read_texts`,
-            ``reference:N`` or ``gradient``; None: the gradient if the reward has one, else ``reference:512``.
+            ``reference:N``, ``gradient`` or ``gradient:N``; None: the gradient if the reward has one, else
+            ``reference:512``.
         args: How prompts are read, completions sampled and rewards added up, and the seed.
 
     Returns:
@@ -152,7 +156,9 @@ def fit_bias(
 
     if texts is None:
         texts = GRADIENT if all(part.differentiable for part in rewards.parts) else "reference:0"
-    own = re.fullmatch(r"reference:(\d+)", texts) if isinstance(texts, str) else None
+    named = texts if isinstance(texts, str) else ""
+    own = re.fullmatch(r"reference:(\d+)", named)
+    averaged = re.fullmatch(rf"{GRADIENT}(?::(\d+))?", named)
     with policy.reference():
         number = max(PROMPTS, -(-int(own[1]) // GROUP)) if own else PROMPTS
         judged = sampled(drawn(number).repeat(GROUP), rewards=rewards)
@@ -161,9 +167,10 @@ def fit_bias(
         fit, source, number = fit_values(*told, vocab, group=GROUP), "reference", len(judged)
         values, r2, slope = fit.values, fit.r2, fit.slope
     else:
-        if texts == GRADIENT:
+        if averaged:
             objective.require_gradient("texts: gradient")
-            part = judged[::4]
+            number = int(averaged[1] or AVERAGED)
+            part = judged[:: max(1, len(judged) // number)][:number]
             values, source, number = gradient_values(objective, policy, _batches(part)), GRADIENT, len(part)
         else:
             longest = config.max_prompt_length or judged.prompts.ids.shape[1]
