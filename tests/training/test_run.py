@@ -73,7 +73,7 @@ def test_reward_rises_when_it_is_all_that_counts(method, steps, batch):
 
 
 def test_the_metrics_name_the_method_and_what_auto_chose():
-    for method, extra in (("rloo", {}), (AUTO, {"method_chosen": "rloo"})):
+    for method, extra in (("rloo", {}), (AUTO, {"method_chosen": "tilt"})):
         task, _, result = run(method=method)
         metrics = run_metrics(settings(method=method), result, task.backbone)
         assert {k: v for k, v in metrics.items() if k.startswith("method")} == {"method": method} | extra
