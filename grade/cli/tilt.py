@@ -22,7 +22,8 @@ from grade.training.load import load_task
     option("--prompts", metavar="FILE", help="training prompts, in place of train_dataset"),
     option("--texts", metavar="SOURCE",
            help="what values of tokens come from: a file or hub id with prompt and completion, or text; reference:N, "
-           "completions of the base; gradient (default: gradient if the reward has one, else reference:512)"),
+           "completions of the base; gradient or gradient:N (default: gradient if the reward has one, else "
+           "reference:512)"),
     option("--overwrite", action="store_true", help="replace the adapter that is there"),
     output_dir="adapter/ with the token bias, tilt.json",
     config=TrainConfig,
