@@ -3,12 +3,12 @@
 import pytest
 
 from grade.errors import InputError
-from grade.gradients.methods import METHODS, TEACHER, MethodConfig
+from grade.gradients.methods import METHODS, TEACHER, TILT, MethodConfig
 from grade.gradients.policy_gradient import POLICY_GRADIENT_METHODS
 
 OWN = {"hops": 3, "epsilon": 0.1, "gamma": 0.9, "baseline_momentum": 0.5}
 HAVING = {
-    "hops": lambda m: m not in (*POLICY_GRADIENT_METHODS, TEACHER, "auto") and not m.endswith("_legacy"),
+    "hops": lambda m: m not in (*POLICY_GRADIENT_METHODS, TEACHER, TILT, "auto") and not m.endswith("_legacy"),
     "epsilon": lambda m: m in ("grpo", "ppo", "auto"),
     "gamma": lambda m: m == "ppo",
     "baseline_momentum": lambda m: m == "reinforce",
