@@ -143,7 +143,7 @@ FIGURES = [
     ("README.md", "five seeds | tiny | +{} |", "full/compare", "paired/ste_minus_rloo/kl5", ".3f±"),
     ("README.md", "KL of {} nats, `auto`", "your_own_task", "auto/kl", ".1f"),
     ("README.md", "`auto` goes from {} to", "your_own_task", "auto/function/before", ".2f"),
-    ("README.md", "to {} on held-out", "your_own_task", "auto/function/after", ".2f"),
+    ("README.md", "to {} on", "your_own_task", "auto/function/after", ".2f"),
     ("docs/methods.md", "reaches {} more `bag` reward", "full/compare", "paired/ste_minus_rloo/kl5", ".3f±"),
     ("README.md", "replaces: {} [", "full/estimators", "after/worth/bag", ".3g"),
     ("README.md", "through 30 layers {} [", "full/estimators", "after/worth/trunk", ".2f"),

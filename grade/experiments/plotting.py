@@ -24,7 +24,7 @@ _COLORS = {
     "ste": "#D55E00", "gumbel": "#0072B2", "gumbel_rao": "#009E73", "reinmax": "#CC79A7",
     "st": "#661100",
     "ste_legacy": "#E69F00", "gumbel_legacy": "#56B4E9", "ste_trunk": "#AA4499", "gumbel_trunk": "#117733",
-    "auto": "#44AA99", "tilt": "#44AA99",
+    "auto": "#999933", "tilt": "#44AA99",
     # policy gradients
     "rloo": "#222222", "grpo": "#6A3D9A", "ppo": "#8C510A", "reinforce": "#7F7F7F", "remax": "#B8860B",
     # engines

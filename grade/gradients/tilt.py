@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -168,9 +168,8 @@ def fit_values(
         groups = np.zeros_like(groups)  # all rows are one
     if len(set(fold)) < FOLDS:
         return TokenValues(torch.zeros(vocab), 0.0, 0.0, PENALTIES[0])
-    sums = np.zeros(
-        (len(PENALTIES), 3)
-    )  # of each penalty: rewards squared, their product with predictions, these squared
+    # Of each penalty: rewards squared, their product with predictions, these squared.
+    sums = np.zeros((len(PENALTIES), 3))
     for number in range(FOLDS):
         inside, found = fold == number, None
         others, part, rows = design[~inside], design[inside], groups[inside]
@@ -188,31 +187,46 @@ def fit_values(
     )
 
 
-def r2_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
-    """Share of rewards' variance within groups that values [V] explain, at the best factor; negative if they oppose it.
+@dataclass(frozen=True)
+class Agreement:
+    """How well values of tokens predict rewards that they were not fitted on, both relative to their group's mean.
 
-    ``sign(corr) corr^2``, of completions that the values were not fitted on; arguments as of `fit_values`.
+    >>> Agreement(3.0, 9.0, 4.0, 16.0).r2, Agreement(3.0, 9.0, 4.0, 16.0).slope
+    (0.25, 0.3333333333333333)
     """
-    product, predicted, rewarded, _ = agreement(values, ids, mask, rewards, group)
-    return float(np.sign(product) * product**2 / max(predicted * rewarded, 1e-300))
 
+    product: float = 0.0  # sum of predictions times rewards
+    predicted: float = 0.0  # sum of predictions squared
+    rewarded: float = 0.0  # sum of rewards squared
+    freedom: float = 0.0  # degrees of freedom: completions with a reward, less their groups
 
-def slope_of(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> float:
-    """Factor by which values [V] predict rewards within groups best; at least 0."""
-    product, predicted, *_ = agreement(values, ids, mask, rewards, group)
-    return max(0.0, float(product / max(predicted, 1e-300)))
+    @classmethod
+    def of(cls, values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> Agreement:
+        """That of values [V] with completions; other arguments as of `fit_values`."""
+        kept, y, groups = _scored(rewards, group)
+        predicted = (values.double().to(ids.device)[ids] * mask).sum(1).cpu().numpy()[kept]
+        predicted, y = _centred(predicted, groups), _centred(y, groups)
+        sums = predicted @ y, predicted @ predicted, y @ y, len(y) - len(set(groups))
+        return cls(*map(float, sums))
 
+    def __add__(self, other: Agreement) -> Agreement:
+        """That of both sets of completions."""
+        return Agreement(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-def agreement(values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> np.ndarray:
-    """Of what values predict, and of rewards, relative to their group's mean: how well they agree.
+    @property
+    def r2(self) -> float:
+        """Share of rewards' variance explained at the best factor, ``sign(r) r^2``: negative if values oppose it."""
+        return math.copysign(self.product**2, self.product) / max(self.predicted * self.rewarded, 1e-300)
 
-    The sums of their product and of the square of each, and the degrees of freedom: completions with a reward, less
-    their groups.
-    """
-    kept, y, groups = _scored(rewards, group)
-    predicted = (values.double().to(ids.device)[ids] * mask).sum(1).cpu().numpy()[kept]
-    predicted, y = _centred(predicted, groups), _centred(y, groups)
-    return np.array([predicted @ y, predicted @ predicted, y @ y, len(y) - len(set(groups))])
+    @property
+    def slope(self) -> float:
+        """The best factor, at least 0."""
+        return max(0.0, self.product / max(self.predicted, 1e-300))
+
+    @property
+    def t(self) -> float:
+        """Standard errors of the correlation r above 0, ``r sqrt(f / (1 - r^2))``, f the degrees of freedom."""
+        return math.copysign((abs(self.r2) * self.freedom / max(1 - abs(self.r2), 1e-300)) ** 0.5, self.product)
 
 
 def _scored(rewards: Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@
 
 with the model's logits l after their scale and soft cap and before the temperature, as ``logit_bias`` of servers and
 ``sequence_bias`` of transformers are added. It has what depends on the token alone and not on its context: the optimum
-of ``E sum_t s(y_t) - KL / c`` is ``b = c s``. `grade.models.head.Head` adds it.
+of ``E[s(y_t)] - KL_t / c`` at every position is ``b = c s``. `grade.models.head.Head` adds it.
 
 Beside an adapter, or alone, it is saved as ``token_bias.safetensors``.
 """

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from grade.data.texts import read_texts, sample_texts, score_texts
 from grade.gradients.objective import Objective
-from grade.gradients.tilt import Law, fit_values, gradient_values, limit_at, r2_of, slope_of
+from grade.gradients.tilt import Agreement, Law, fit_values, gradient_values, limit_at
 from grade.models.backbone import Backbone
 from grade.models.head import Head, chunk_rows
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples
@@ -155,10 +155,10 @@ def fit_bias(
     sampled = partial(sample_texts, backbone=policy, completion_tokens=most, generator=generator, min_new_tokens=least)
 
     if texts is None:
-        texts = GRADIENT if all(part.differentiable for part in rewards.parts) else "reference:0"
+        texts = GRADIENT if all(part.differentiable for part in rewards.parts) else f"reference:{PROMPTS * GROUP}"
     named = texts if isinstance(texts, str) else ""
     own = re.fullmatch(r"reference:(\d+)", named)
-    averaged = re.fullmatch(rf"{GRADIENT}(?::(\d+))?", named)
+    averaged = re.fullmatch(rf"{GRADIENT}(?::([1-9]\d*))?", named)
     with policy.reference():
         number = max(PROMPTS, -(-int(own[1]) // GROUP)) if own else PROMPTS
         judged = sampled(drawn(number).repeat(GROUP), rewards=rewards)
@@ -178,7 +178,8 @@ def fit_bias(
             scored = score_texts(rows, policy, rewards, completion_tokens=most, encode=encode)
             values = fit_values(scored.ids, scored.mask, scored.rewards, vocab, scored.prompts).values
             source, number = "texts", len(scored)
-        r2, slope = r2_of(values, *told, GROUP), slope_of(values, *told, GROUP)
+        found = Agreement.of(values, *told, GROUP)
+        r2, slope = found.r2, found.slope
     values = values.to(policy.device)
 
     few = judged[:: len(judged) // OWN[0]]

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 FIGURES = ("reward", "kl", "loss", "tau", "grad_norm", "residual", "completions/mean_length", "learning_rate")
 """Of the Trainer's log, in ``history.csv`` as ``train/<name>`` or as in `RENAMED`."""
 METHOD_FIGURES = (
-    "clip_fraction", "value_loss", "kl_budget", "kl_scale", "sampler/mean_ratio", "sampler/largest_difference",
+    "clip_fraction", "value_loss", "kl_budget", "kl_scale", "tilt/r2", "sampler/mean_ratio",
+    "sampler/largest_difference",
 )  # fmt: skip
 """Those that only some methods or settings have."""
 _RESERVED = {
@@ -38,7 +39,7 @@ _RESERVED = {
 }
 """Names by which reward functions cannot log."""
 RENAMED = {
-    "completions/mean_length": "length", "sampler/mean_ratio": "sampler_mean_ratio",
+    "completions/mean_length": "length", "tilt/r2": "tilt_r2", "sampler/mean_ratio": "sampler_mean_ratio",
     "sampler/largest_difference": "sampler_largest_difference",
 }  # fmt: skip
 

@@ -15,7 +15,9 @@ the bias, if the values do not predict rewards of completions that they were not
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -36,13 +38,15 @@ from grade.gradients.policy_gradient import (
     penalised,
     scored_rewards,
 )
-from grade.gradients.tilt import agreement, fit_values, gradient_values, r2_of, slope_of
+from grade.gradients.tilt import Agreement, fit_values, gradient_values
 from grade.models.scoring import token_kl
 from grade.plugins import import_object
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
     from grade.training.config import GradeConfig
+
+logger = logging.getLogger(__name__)
 
 SECOND_HALF = 0.5
 """Share of the steps after which ``then`` trains the adapter."""
@@ -88,7 +92,7 @@ class TiltLearner(Learner):
         self.ids, self.mask, self.rewards = self._empty()  # all completions so far, in groups of one prompt
         self.gradient = torch.zeros(backbone.vocab_size)  # values by the reward's gradient, summed over steps
         self.values: Tensor | None = None  # [V] in units of the reward
-        self.agreement = torch.zeros(4, dtype=torch.float64)  # of rewards with what was predicted of them, summed
+        self.agreement = Agreement()  # of all rewards with what was predicted of them
         self.refuted = False  # whether the bias was dropped
 
     def _empty(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +104,9 @@ class TiltLearner(Learner):
 
     def tensors(self) -> dict[str, Tensor]:
         """Completions with their rewards, values, and the following method's state."""
+        found = torch.tensor(astuple(self.agreement), dtype=torch.float64)
         kept = {"ids": self.ids, "mask": self.mask, "rewards": self.rewards, "gradient": self.gradient,
-                "agreement": self.agreement, "refuted": torch.tensor(self.refuted)}  # fmt: skip
+                "agreement": found, "refuted": torch.tensor(self.refuted)}  # fmt: skip
         if self.values is not None:
             kept["values"] = self.values
         following = {} if self.second is None else self.second.tensors()
@@ -111,7 +116,7 @@ class TiltLearner(Learner):
         """Continue where `tensors` was taken."""
         self.ids, self.mask, self.rewards = (tensors[name] for name in ("ids", "mask", "rewards"))
         self.gradient, self.values = tensors["gradient"], tensors.get("values")
-        self.agreement, self.refuted = tensors["agreement"], bool(tensors["refuted"])
+        self.agreement, self.refuted = Agreement(*tensors["agreement"].tolist()), bool(tensors["refuted"])
         if self.second is not None:
             self.second.means = self.means
             names = [name for name in tensors if name.startswith("then.")]
@@ -141,19 +146,14 @@ class TiltLearner(Learner):
             return False
         if self.config.then != AUTO:
             return step >= SECOND_HALF * self.config.max_steps
-        if not self.refuted and step >= LOOK * self.config.max_steps and not self.significant:
+        if not self.refuted and step >= LOOK * self.config.max_steps and self.agreement.t <= SIGNIFICANT:
             self.refuted = True
             self.backbone.token_bias.data.zero_()
+            logger.warning(
+                f"token bias: dropped before step {step + 1}, as it predicts too little of new completions' rewards "
+                f"(R2 {self.agreement.r2:.3f}); {FALLBACK} goes on"
+            )
         return self.refuted
-
-    @property
-    def significant(self) -> bool:
-        """Whether rewards rise with what was predicted of them: ``r sqrt(f / (1 - r^2)) > SIGNIFICANT``.
-
-        r is their correlation within groups, f its degrees of freedom.
-        """
-        product, predicted, rewarded, freedom = self.agreement.tolist()
-        return product > 0 and product**2 * freedom > SIGNIFICANT**2 * (predicted * rewarded - product**2)
 
     def _repeated(self, microbatches: Iterable[Microbatch]) -> Iterable[Microbatch]:
         """Each prompt as often as it had completions, for a method that samples one of each."""
@@ -178,8 +178,9 @@ class TiltLearner(Learner):
         ids, mask = (torch.cat([F.pad(row[i], pad) for row, pad in zip(rows, missing, strict=True)]) for i in (0, 1))
         rewards = torch.cat([row[2] for row in rows])
         if self.values is not None:
-            self.agreement += torch.from_numpy(agreement(self.values, ids, mask, rewards, self.config.group))
-            self._note({"tilt/r2": r2_of(self.values, ids, mask, rewards, self.config.group)})
+            found = Agreement.of(self.values, ids, mask, rewards, self.config.group)
+            self.agreement += found
+            self._note({"tilt/r2": found.r2})
         self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, mask])
         self.rewards = torch.cat([self.rewards, rewards])
 
@@ -188,7 +189,8 @@ class TiltLearner(Learner):
         if all(part.differentiable for part in objective.reward_model.parts):
             of_step = [gradient_values(objective, self.backbone, [one.text]) for one in fresh]
             self.gradient += context.total(sum(of_step) / context.microbatches).cpu()
-            by_gradient = self.gradient * slope_of(self.gradient, self.ids, self.mask, rewards, self.config.group)
+            found = Agreement.of(self.gradient, self.ids, self.mask, rewards, self.config.group)
+            by_gradient = self.gradient * found.slope
             rewards = rewards - (by_gradient[self.ids] * self.mask).sum(1)
         rest = fit_values(self.ids, self.mask, rewards, len(self.gradient), group=self.config.group)
         self.values = by_gradient + (rest.values if rest.r2 > 0 else 0)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -9,14 +10,13 @@ import torch
 
 from grade.gradients.objective import Objective
 from grade.gradients.tilt import (
+    Agreement,
     Law,
-    agreement,
     efficiency,
     fit_values,
     gradient_values,
     limit_at,
     limit_for,
-    r2_of,
 )
 from grade.models.batch import PromptBatch
 from grade.rewards.base import EmbeddingReward
@@ -103,7 +103,7 @@ def test_values_are_found_and_what_the_prompt_explains_is_no_merit(how):
     assert fit.r2 > 0.97 and torch.allclose(fit.values.double(), true, atol=0.1)
     noisy = fit_values(ids, mask, of_prompt + of_tokens + noise, 12, PromptBatch(*prompts), group)
     assert 0.4 < noisy.r2 < 0.55  # half of the variance is the tokens'
-    assert r2_of(fit.values, ids, mask, of_prompt + of_tokens, 4) > 0.97 or how == "prompts"
+    assert Agreement.of(fit.values, ids, mask, of_prompt + of_tokens, 4).r2 > 0.97 or how == "prompts"
 
 
 @pytest.mark.parametrize("how", ["groups", "prompts"])
@@ -127,7 +127,7 @@ def test_noise_is_not_explained_although_groups_share_their_mean():
     ids, mask, _ = completions(160)
     noise = torch.randn(160, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     fit = fit_values(ids, mask, noise, 12, group=4)
-    assert fit.r2 < 0.05 and r2_of(fit.values, *completions(160, seed=5)[:2], noise, 4) < 0.1
+    assert fit.r2 < 0.05 and Agreement.of(fit.values, *completions(160, seed=5)[:2], noise, 4).r2 < 0.1
 
 
 def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group_do():
@@ -140,10 +140,26 @@ def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group
     fit = fit_values(ids, mask, missing, 12, group=4)
     other = fit_values(ids[kept], mask[kept], values[kept], 12, group=3)
     assert torch.equal(fit.values, other.values) and fit.r2 == other.r2 > 0.97
-    found = agreement(fit.values, ids, mask, missing, 4)
-    assert np.array_equal(found, agreement(fit.values, ids[kept], mask[kept], values[kept], 3)) and found[3] == 400
-    alone = agreement(fit.values, ids, mask, missing.index_fill(0, torch.tensor([1, 2]), torch.nan), 4)
-    assert alone[3] == 398  # a completion alone says nothing
+    found = Agreement.of(fit.values, ids, mask, missing, 4)
+    assert found == Agreement.of(fit.values, ids[kept], mask[kept], values[kept], 3) and found.freedom == 400
+    alone = Agreement.of(fit.values, ids, mask, missing.index_fill(0, torch.tensor([1, 2]), torch.nan), 4)
+    assert alone.freedom == 398  # a completion alone says nothing
+
+
+def test_agreement_is_the_correlation_and_adds_up_over_completions():
+    ids, mask, true = completions()
+    y = (true[ids] * mask).sum(1) + 3 * torch.randn(
+        800, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
+    whole = Agreement.of(true, ids, mask, y, 800)
+    predicted = (true[ids] * mask).sum(1)
+    r = float(torch.corrcoef(torch.stack([predicted, y]))[0, 1])
+    assert whole.r2 == pytest.approx(r**2) and whole.t == pytest.approx(r * (799 / (1 - r**2)) ** 0.5)
+    assert whole.slope == pytest.approx(float(torch.cov(torch.stack([predicted, y]))[0, 1] / predicted.var()))
+    opposed = Agreement.of(-true, ids, mask, y, 800)
+    assert (opposed.r2, opposed.t, opposed.slope) == (-whole.r2, -whole.t, 0.0)
+    halves = [Agreement.of(true, ids[rows], mask[rows], y[rows], 4) for rows in (slice(400), slice(400, 800))]
+    assert astuple(halves[0] + halves[1]) == pytest.approx(astuple(Agreement.of(true, ids, mask, y, 4)))
 
 
 def test_too_few_completions_give_no_values():

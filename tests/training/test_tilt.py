@@ -15,6 +15,7 @@ from grade.models.sampling import generate
 from grade.rewards.base import Reward
 from grade.rewards.rewards import make_rewards
 from grade.training.config import GradeConfig as Config
+from grade.training.logs import history_rows
 from grade.training.tilt import TiltLearner
 from grade.training.toy import toy_task
 
@@ -131,7 +132,7 @@ def test_neither_target_nor_beta_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     "length", [{"steps": 8}, {"steps": -1, "num_train_epochs": 8 * 8 / 200}], ids=["steps", "epochs"]
 )
-def test_auto_keeps_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhere(kind, length, tmp_path):
+def test_auto_keeps_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhere(kind, length, tmp_path, caplog):
     task = toy_task()
     vocab = task.backbone.vocab_size
     reward = {"additive": Added(vocab), "neighbours": Neighbours(vocab), "noise": noise}[kind]
@@ -144,6 +145,10 @@ def test_auto_keeps_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhe
         assert all(each.any() for each in bias) and not any(adapter)
     else:
         assert not any(each.any() for each in bias[2:]) and all(adapter[2:])
+    told = [record.getMessage() for record in caplog.records if "dropped before step 3" in record.getMessage()]
+    assert len(told) == (kind != "additive")
+    explained = [row["train/tilt_r2"] for row in history_rows(trainer.state.log_history) if "train/tilt_r2" in row]
+    assert len(explained) == (7 if kind == "additive" else 1)  # not before the first fit
     assert trainer.evaluate()["eval_kl"] * T == pytest.approx(1.0, rel=0.25)
 
 
