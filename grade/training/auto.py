@@ -30,5 +30,5 @@ def choose_method(config: GradeConfig, rewards: Rewards | None, teacher: bool) -
         return {"method": FALLBACK}, "a teacher speaks to the adapter"
     if config.target_kl is None and not config.beta:
         return {"method": FALLBACK}, "without target_kl or beta nothing limits a token bias"
-    why = f"a token bias, if it predicts the reward of new completions; otherwise {FALLBACK}"
+    why = f"{FALLBACK}; after a quarter of the steps a token bias, if it predicts the rewards of new completions"
     return {"method": TILT, "then": AUTO}, why

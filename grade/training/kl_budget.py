@@ -185,9 +185,11 @@ def set_length(
     if not spread > 0:
         return 0.0, batch.start
     length = math.sqrt(2 * wanted * sum(len(ids) for _, ids, _ in batch.completions) / len(tokens)) / spread
+    zero, measure = torch.zeros_like(bias), partial(batch.measure, same_adapter=True)
+    bias.copy_(zero)
+    start = measure()  # of the adapter
     bias.copy_(direction * length)
-    measure = partial(batch.measure, same_adapter=True)
-    factor, kl = scale_step([bias], [torch.zeros_like(bias)], 0.0, wanted, measure, tolerance=tolerance)
+    factor, kl = scale_step([bias], [zero], start, wanted, measure, tolerance=tolerance)
     return factor * length, kl
 
 

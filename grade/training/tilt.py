@@ -9,8 +9,9 @@ regression compares completions of one prompt, whoever wrote them.
 A differentiable reward is also asked for its gradient; the regression then explains what that misses.
 
 With ``then`` the bias is kept as it is from the middle of the run on, and another method trains the adapter beside it:
-what context explains, a bias cannot have. With ``then: auto`` this is `rloo`, after a quarter of the run and without
-the bias, if the values do not predict rewards of completions that they were not fitted on; otherwise the bias alone.
+what context explains, a bias cannot have. With ``then: auto`` the order is the other: `rloo` begins, and the values are
+fitted to its completions. After a quarter of the run the bias takes over, if these values predicted rewards of
+completions that they were not fitted on; otherwise `rloo` goes on, as if nothing had been fitted.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 SECOND_HALF = 0.5
 """Share of the steps after which ``then`` trains the adapter."""
-LOOK = 0.25
-"""Share of the steps after which ``then: auto`` decides."""
+TRIAL = 0.25
+"""Share of the steps after which ``then: auto`` decides. By then `rloo` has used a sixteenth of the budget for KL."""
 SIGNIFICANT = 2.0
 """Standard errors by which rewards must be correlated with what the values predicted of them."""
 
@@ -68,13 +69,13 @@ class TiltSettings(GroupSettings):
 
     then: Annotated[str, AfterValidator(_follower)] = Field(
         "",
-        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo, "
-        "sooner and without the bias, where tokens alone do not explain the reward",
+        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo in "
+        "the first quarter, and from then on the bias or rloo, whichever the rewards call for",
     )
 
 
 class TiltLearner(Learner):
-    """The values of tokens, refitted every step; with ``then`` also the method that follows."""
+    """The values of tokens, refitted every step; with ``then`` also the other method."""
 
     def __init__(self, config: GradeConfig, backbone: Backbone) -> None:
         super().__init__(config, backbone)
@@ -93,7 +94,7 @@ class TiltLearner(Learner):
         self.gradient = torch.zeros(backbone.vocab_size)  # values by the reward's gradient, summed over steps
         self.values: Tensor | None = None  # [V] in units of the reward
         self.agreement = Agreement()  # of all rewards with what was predicted of them
-        self.refuted = False  # whether the bias was dropped
+        self.trusted = False  # with `auto`: whether the bias has taken over
 
     def _empty(self) -> tuple[Tensor, Tensor, Tensor]:
         rows = torch.zeros(0, self.config.max_completion_length, dtype=torch.long)
@@ -103,20 +104,20 @@ class TiltLearner(Learner):
         return [] if self.second is None else self.second.parameters()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Completions with their rewards, values, and the following method's state."""
+        """Completions with their rewards, values, and the other method's state."""
         found = torch.tensor(astuple(self.agreement), dtype=torch.float64)
         kept = {"ids": self.ids, "mask": self.mask, "rewards": self.rewards, "gradient": self.gradient,
-                "agreement": found, "refuted": torch.tensor(self.refuted)}  # fmt: skip
+                "agreement": found, "trusted": torch.tensor(self.trusted)}  # fmt: skip
         if self.values is not None:
             kept["values"] = self.values
-        following = {} if self.second is None else self.second.tensors()
-        return kept | {f"then.{name}": tensor for name, tensor in following.items()}
+        other = {} if self.second is None else self.second.tensors()
+        return kept | {f"then.{name}": tensor for name, tensor in other.items()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` was taken."""
         self.ids, self.mask, self.rewards = (tensors[name] for name in ("ids", "mask", "rewards"))
         self.gradient, self.values = tensors["gradient"], tensors.get("values")
-        self.agreement, self.refuted = Agreement(*tensors["agreement"].tolist()), bool(tensors["refuted"])
+        self.agreement, self.trusted = Agreement(*tensors["agreement"].tolist()), bool(tensors["trusted"])
         if self.second is not None:
             self.second.means = self.means
             names = [name for name in tensors if name.startswith("then.")]
@@ -125,35 +126,47 @@ class TiltLearner(Learner):
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        """Sample, score and refit; or a step of the method that follows."""
+        """Sample, score and refit; or a step of the other method; or both, on the same completions."""
         self.figures, self.direction = {}, None
         if self.second is not None and self.second.config.relaxed:
             objective.require_gradient(self.config.then)
-        if self._follows(context.step):
-            parts = self.second.step(self._repeated(microbatches), objective, context)
-            self.figures, self.means = self.second.figures, self.second.means
-            return parts
+        fits, other = self._phase(context.step)
+        if not fits:
+            return self._other(self._repeated(microbatches), objective, context)
         fresh = list(self.sampled(microbatches))
-        parts = [self._scored(completions, objective) for completions in fresh]
+        if other:
+            parts = self._other(fresh, objective, context)
+        else:
+            parts = [self._scored(completions, objective) for completions in fresh]
         self._remember(parts, context)
         self._fit(fresh, objective, context)
-        context.apply()  # no gradient: callbacks and the learning rate's schedule see a step
+        if not other:
+            self._set_bias(objective)
+            context.apply()  # no gradient: callbacks and the learning rate's schedule see a step
         return parts
 
-    def _follows(self, step: int) -> bool:
-        """Whether this step, from 0, is the following method's."""
+    def _phase(self, step: int) -> tuple[bool, bool]:
+        """Whether a step, from 0, fits the values, and whether it is one of the other method."""
+        share, last = step / self.config.max_steps, (step - 1) / self.config.max_steps
         if self.second is None:
-            return False
+            return True, False
         if self.config.then != AUTO:
-            return step >= SECOND_HALF * self.config.max_steps
-        if not self.refuted and step >= LOOK * self.config.max_steps and self.agreement.t <= SIGNIFICANT:
-            self.refuted = True
-            self.backbone.token_bias.data.zero_()
+            return share < SECOND_HALF, share >= SECOND_HALF
+        if last < TRIAL <= share:
+            self.trusted = self.agreement.t > SIGNIFICANT
+            what = "takes over" if self.trusted else f"is not used: {FALLBACK} goes on"
             logger.warning(
-                f"token bias: dropped before step {step + 1}, as it predicts too little of new completions' rewards "
-                f"(R2 {self.agreement.r2:.3f}); {FALLBACK} goes on"
+                f"token bias: {what} from step {step + 1}, as tokens predict {self.agreement.r2:.3f} of the variance "
+                f"of new completions' rewards ({self.agreement.t:.1f} standard errors; {SIGNIFICANT:g} are asked for)"
             )
-        return self.refuted
+        return share < TRIAL or self.trusted, share < TRIAL or not self.trusted
+
+    def _other(
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        parts = self.second.step(microbatches, objective, context)
+        self.figures, self.means = self.second.figures, self.second.means
+        return parts
 
     def _repeated(self, microbatches: Iterable[Microbatch]) -> Iterable[Microbatch]:
         """Each prompt as often as it had completions, for a method that samples one of each."""
@@ -194,6 +207,9 @@ class TiltLearner(Learner):
             rewards = rewards - (by_gradient[self.ids] * self.mask).sum(1)
         rest = fit_values(self.ids, self.mask, rewards, len(self.gradient), group=self.config.group)
         self.values = by_gradient + (rest.values if rest.r2 > 0 else 0)
+
+    def _set_bias(self, objective: Objective) -> None:
+        """Along the values: the budget sets the length, after the step, or beta."""
         if self.config.target_kl is not None:
             self.direction = self.values.to(self.backbone.device)
         else:

@@ -85,7 +85,7 @@ def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypat
     learned = load_file(again / "learner.safetensors")
     assert bool(learned) == (method in ("ppo", "tilt", "auto"))
     if method == "auto":
-        assert bool(learned["refuted"]) == ("reward" in options)
+        assert bool(learned["trusted"]) == ("reward" not in options)
 
 
 def test_a_checkpoint_is_there_when_it_is_complete(common, tmp_path):

@@ -49,7 +49,8 @@ class Watch(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         b = [p for name, p in self.policy.model.named_parameters() if "lora_B" in name]
         self.adapter.append(float(sum(p.detach().abs().sum() for p in b)))
-        self.bias.append(self.policy.token_bias.detach().clone())
+        if self.policy.token_bias is not None:
+            self.bias.append(self.policy.token_bias.detach().clone())
 
 
 def run(folder, task, reward, steps=4, batch=64, **settings):
@@ -132,7 +133,7 @@ def test_neither_target_nor_beta_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     "length", [{"steps": 8}, {"steps": -1, "num_train_epochs": 8 * 8 / 200}], ids=["steps", "epochs"]
 )
-def test_auto_keeps_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhere(kind, length, tmp_path, caplog):
+def test_auto_takes_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhere(kind, length, tmp_path, caplog):
     task = toy_task()
     vocab = task.backbone.vocab_size
     reward = {"additive": Added(vocab), "neighbours": Neighbours(vocab), "noise": noise}[kind]
@@ -140,13 +141,15 @@ def test_auto_keeps_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhe
     trainer.train()
     adapter, bias = trainer.watch.adapter, trainer.watch.bias
     assert trainer.config.method == "tilt" and len(bias) == 8
-    assert bias[1].any() and not any(adapter[:2])
+    assert not any(each.any() for each in bias[:2]) and 0 < adapter[0] < adapter[1]
     if kind == "additive":
-        assert all(each.any() for each in bias) and not any(adapter)
+        assert all(each.any() for each in bias[2:]) and len(set(adapter[1:])) == 1
     else:
-        assert not any(each.any() for each in bias[2:]) and all(adapter[2:])
-    told = [record.getMessage() for record in caplog.records if "dropped before step 3" in record.getMessage()]
-    assert len(told) == (kind != "additive")
+        plain = run(tmp_path / "rloo", toy_task(), reward, method="rloo", target_kl=1.0, **length)
+        plain.train()
+        assert adapter == pytest.approx(plain.watch.adapter, rel=1e-6)
+    what = "takes over from step 3" if kind == "additive" else "is not used: rloo goes on from step 3"
+    assert sum(what in record.getMessage() for record in caplog.records) == 1
     explained = [row["train/tilt_r2"] for row in history_rows(trainer.state.log_history) if "train/tilt_r2" in row]
     assert len(explained) == (7 if kind == "additive" else 1)  # not before the first fit
     assert trainer.evaluate()["eval_kl"] * T == pytest.approx(1.0, rel=0.25)
