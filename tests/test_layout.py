@@ -13,8 +13,8 @@ FLOORS = {
 }  # fmt: skip
 # What experiments share; otherwise none imports another.
 SHARED = (
-    "claims", "enumeration", "formulas", "frontier", "intervals", "measured", "moments", "plotting", "run",
-    "setting", "shallow", "traced", "training_runs",
+    "claims", "enumeration", "formulas", "intervals", "measured", "moments", "plotting", "run",
+    "setting", "shallow", "traced",
 )  # fmt: skip
 CHECKOUT = ("experiments", "commands")
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked
@@ -57,7 +57,7 @@ def test_importing_never_goes_round_in_a_circle():
 def test_an_experiment_has_one_word_everywhere():
     words = {path.name for path in (ROOT / "grade" / "experiments").iterdir() if (path / "__init__.py").is_file()}
     notebooks = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert words - {"commands"} == notebooks - {"tutorial", "your_own_task", "limit"}
+    assert words - {"commands"} == notebooks - {"tutorial", "your_own_task"}
     tests = [path.stem for path in (ROOT / "tests" / "experiments").glob("test_*.py")]
     for word in words - {"commands"}:
         assert (ROOT / "params" / "cpu" / f"{word}.yaml").is_file()

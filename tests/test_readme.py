@@ -140,11 +140,9 @@ def _flat(nested, prefix=""):
 
 # Pages, text around a figure ({} stands for it), folder of results, key, format; a "±" takes the standard error too.
 FIGURES = [
-    ("README.md", "five seeds | tiny | +{} |", "full/compare", "paired/ste_minus_rloo/kl5", ".3f±"),
     ("README.md", "KL of {} nats, `auto`", "your_own_task", "auto/kl", ".1f"),
     ("README.md", "`auto` goes from {} to", "your_own_task", "auto/function/before", ".2f"),
     ("README.md", "to {} on", "your_own_task", "auto/function/after", ".2f"),
-    ("docs/methods.md", "reaches {} more `bag` reward", "full/compare", "paired/ste_minus_rloo/kl5", ".3f±"),
     ("README.md", "replaces: {} [", "full/estimators", "after/worth/bag", ".3g"),
     ("README.md", "through 30 layers {} [", "full/estimators", "after/worth/trunk", ".2f"),
     ("docs/methods.md", "worth {} RLOO samples of `bag`", "full/estimators", "after/worth/bag", ".3g"),
@@ -152,15 +150,6 @@ FIGURES = [
     ("README.md", "unrolled graph | SmolLM2 | {} |", "exp6", "parity/replay_rel_error_ste", ".3g"),
     ("README.md", "to {} GiB in bfloat16", "exp4", "exp4/bf16_peak_gib", ".3g"),
     ("README.md", "Qwen3-4B | {} GiB", "exp4", "exp4/replay_peak_gib", ".3g"),
-    ("docs/methods.md", "minus `rloo` on `bag` is {} at 2", "full/compare_larger", "paired/ste_minus_rloo/kl2", ".3f±"),
-    ("docs/methods.md", "{} at 5 and", "full/compare_larger", "paired/ste_minus_rloo/kl5", ".3f±"),
-    ("docs/methods.md", "and {} at 10 (", "full/compare_larger", "paired/ste_minus_rloo/kl10", ".3f±"),
-    ("docs/methods.md", "| `ste` | {} | 0.177", "full/compare", "gain/ste", ".3f±"),
-    ("docs/methods.md", "| `rloo` | {} | 0.153", "full/compare", "gain/rloo", ".3f±"),
-    ("docs/methods.md", "| `grpo` | {} | 0.076", "full/compare", "gain/grpo", ".3f±"),
-    ("docs/methods.md", "0.002 | {} |", "full/compare", "final/ste/kl", ".1f±"),
-    ("docs/methods.md", "0.022 | {} |", "full/compare", "final/rloo/kl", ".1f±"),
-    ("docs/methods.md", "0.013 | {} |", "full/compare", "final/grpo/kl", ".1f±"),
     ("docs/methods.md", "measures {} nats per token", "exp6", "parity/kl_at_init_misaligned", ".1f"),
     ("docs/memory.md", "traces to {} GiB. It", "exp4", "exp4/bf16_peak_gib", ".3g"),
     ("docs/memory.md", "leaves {} GiB", "exp4", "exp4/bf16_checkpointed_peak_gib", ".3g"),

@@ -18,28 +18,19 @@ from types import ModuleType
 from typing import IO, Annotated, Any
 
 import pandas as pd
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from grade.config import SEEDS
 from grade.errors import InputError
 from grade.files import write_text
 from grade.results import environment
-
-
-def _different(seeds: list[int]) -> list[int]:
-    if len({*seeds}) < len(seeds):
-        raise ValueError("different seeds: the same run again is no other sample")
-    return seeds
-
 
 Size = Annotated[int, Field(ge=1)]
 Several = Annotated[int, Field(ge=2)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=SEEDS)]], AfterValidator(_different)]
 """Kinds of a setting: a number of things, of things whose spread is measured, of things of which there may be none; a
-number above 0; one from 0 to 1; seeds of runs that are compared."""
+number above 0; one from 0 to 1."""
 Table = pd.DataFrame | dict[str, Any]
 
 

@@ -116,13 +116,6 @@ def plain_log_ticks(ax: Axes) -> None:
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def by_method(table: pd.DataFrame) -> dict[str, Any]:
-    """Options of seaborn that give each method of a table its colour and its mark."""
-    methods = list(dict.fromkeys(table["method"]))
-    return dict(hue="method", style="method", hue_order=methods, style_order=methods, dashes=False,
-                palette={m: color(m) for m in methods}, markers={m: marker(m) for m in methods})  # fmt: skip
-
-
 INTERVAL = dict(estimator="median", errorbar=("pi", 100))
 """How seaborn draws the rows of `with_ends`: the value, and an interval that is known already."""
 

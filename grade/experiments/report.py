@@ -35,7 +35,7 @@ def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> s
         heading + verdict_counts(claims) if claims else "",
     ]
     parts += [_section(outputs, **section) for section in yaml.safe_load(FILE.read_text(encoding="utf-8"))]
-    parts += [_methods(outputs, key) for key, notebook in notebooks.items() if notebook == "compare"]
+    parts += [_methods(outputs, key) for key, notebook in notebooks.items() if notebook == "limit"]
     parts += [_worth(outputs, key) for key, notebook in notebooks.items() if notebook == "estimators"]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -62,16 +62,16 @@ def _section(outputs: Path, title: str, folder: str, text: str, rows: list[list[
 
 
 def _methods(outputs: Path, key: str) -> str:
-    """Gain and reward at equal KL of every method of a comparison."""
+    """Held-out reward of every method at the target KL, by policy and reward."""
     metrics = _metrics(outputs, key)
-    gains = [name for name in metrics if re.fullmatch(r"gain/\w+", name) and f"{name}_stderr" in metrics]
-    methods = [name.removeprefix("gain/") for name in gains]
-    levels = sorted({int(match[1]) for name in metrics if (match := re.fullmatch(r"frontier/\w+/kl(\d+)", name))})
-    names = ["gain/{}", "gold_gain/{}", *(f"frontier/{{}}/kl{level}" for level in levels)]
-    rows = [[f"`{method}`", *(_value(metrics, name.format(method)) for name in names)] for method in methods]
-    text = "Gains over the untrained policy; rewards at a KL, nats per completion, are of the best mix of two policies."
-    columns = ["method", "gain", "gold gain", *(f"reward at KL {level}" for level in levels)]
-    return _table(f"Methods side by side: {key}", text, columns, rows)
+    known = [match for name in metrics if (match := re.fullmatch(r"reward_at_(\S+)/(\w+)/(\w+)", name))
+             and f"{name}_stderr" in metrics]  # fmt: skip
+    methods, tasks = (list(dict.fromkeys(match[part] for match in known)) for part in (3, 2))
+    rows = [[f"`{method}`", *(_value(metrics, f"reward_at_{known[0][1]}/{task}/{method}") for task in tasks)]
+            for method in methods]  # fmt: skip
+    kl = known[0][1] if known else ""
+    text = f"Held-out reward at {kl} nats per completion, ± over seeds and prompts; `_n` in `metrics.json`: seeds."
+    return _table(f"Methods side by side: {key}", text, ["method", *tasks], rows)
 
 
 def _worth(outputs: Path, key: str) -> str:

@@ -13,7 +13,7 @@ from grade.results import read_metrics
 
 def notebooks_of(profile):
     suite = profile_values(ROOT, profile, "suite")
-    return suite["alone"] | suite["experiments"]
+    return suite["alone"] | suite["experiments"] | {name: name for name in suite["studies"]}
 
 
 @pytest.mark.parametrize(("profile", "outputs"), [("cpu", "outputs"), ("full", "outputs/full")])

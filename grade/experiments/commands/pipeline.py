@@ -33,7 +33,8 @@ def _repro(args: argparse.Namespace) -> None:
 def _results(args: argparse.Namespace) -> None:
     """Write a profile's README.md, claims.csv, claims.md and headline.json in the working folder."""
     suite = suite_values(Path(), args.profile)
-    outputs, notebooks = Path(suite["outputs"]), suite["alone"] | suite["experiments"]
+    outputs, studies = Path(suite["outputs"]), {name: name for name in suite["studies"]}
+    notebooks = suite["alone"] | suite["experiments"] | studies
     if not outputs.is_dir():
         raise InputError("--profile", args.profile, f"a profile with results in {outputs}: grade repro makes them")
     rows = report.join_claims(outputs, notebooks)

@@ -2,7 +2,7 @@
 
 Small and exact, so that one switch shows a defect. The code was read, not run; the arithmetic is this project's own.
 Left out: what cannot be computed without the paper's runs, and what needs a model
-(`grade.experiments.compare.measure.defects`).
+(`grade.experiments.limit.defects`).
 """
 
 import math

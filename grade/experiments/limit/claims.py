@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from grade.experiments.claims import Claim, judge
-from grade.experiments.compare import paper
+from grade.experiments.limit import paper
 from grade.gradients.estimators import tau_at
 
 MIN_SEEDS = 5
@@ -34,7 +34,7 @@ STDERRS, STDERRS_FEW_SEEDS = 3, 10
 _COMPARED = (("ste", "ppo"), ("ste", "reinforce"), ("ste", "gumbel"), ("gumbel", "ppo"), ("reinforce", "gumbel"))
 
 
-def compare_claims(m: Mapping[str, float], level: float) -> list[Claim]:
+def paper_claims(m: Mapping[str, float], level: float) -> list[Claim]:
     """A verdict on each conclusion of the paper; methods are compared at a KL of ``level`` nats per completion."""
     figures: dict[str, Any] = {**m, "level": level} | _paper()
     for a, b in _COMPARED:
@@ -46,7 +46,7 @@ def compare_claims(m: Mapping[str, float], level: float) -> list[Claim]:
     late = m["defects/kl_late"] > 100 * m["defects/kl_aligned_max"]
     figures["late KL/verdict"] = "refuted" if late else "partly"
     figures["same reward/verdict"] = "refuted" if abs(m["defects/scope_difference"]) > 1e-3 else "partly"
-    return judge("compare", figures)
+    return judge("limit", figures)
 
 
 def _difference_verdict(difference: float, seeds: int, p: float | None) -> tuple[str, str]:

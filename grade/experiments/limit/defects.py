@@ -1,23 +1,54 @@
-"""Defects of the GRADE paper (arXiv 2601.11574) that need a model to be shown, each measured on this project's task.
+"""Defects of the GRADE paper (arXiv 2601.11574) that need a model to be shown.
 
-Its code was read, not run. Left out: the arithmetic of its figures and code (`grade.experiments.compare.paper`).
+Its code was read, not run. Left out: the arithmetic of its figures and code (`grade.experiments.limit.paper`).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from grade.experiments.setting import Setting
+from grade.experiments.setting import Setting, kl_at_start, make_setting
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.gradients.replay import replay
+from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, restoring
-from grade.models.prompts import encode_prompts
+from grade.models.prompts import PromptBatch
+from grade.rewards.model import RewardModel
 from grade.training.config import TrainConfig
 from grade.training.evaluate import evaluate
-from grade.training.load import Task
+
+
+def measure_defects(
+    policy: Backbone, reward: RewardModel, texts: Sequence[str], prompts: PromptBatch, configs: dict[str, TrainConfig],
+    repetitions: int,
+) -> dict[str, float]:  # fmt: skip
+    """The paper's defects on a task, with an untrained policy; names begin with ``defects/``.
+
+    ``texts`` begin with prompts; ``prompts`` are those of the repeated gradients; ``configs`` are runs of `ste` and
+    `reinforce`, from which lengths come as well.
+    """
+    config = configs["ste"]
+    length, tokens = config.max_completion_length, config.max_prompt_length
+    setting = make_setting(policy, reward, texts, 4, min(4, tokens), length, config.gumbel_topk)
+    start = kl_at_start(setting)
+    figures = {"kl_aligned_max": start["kl_at_init_max"], "kl_late": start["kl_at_init_misaligned"]}
+    for method, run in configs.items():
+        rows, spread = repeated_gradients(policy, Objective(reward, 0.0, run.reward_scope), prompts, run, repetitions)
+        figures |= {f"spread_{method}": spread, f"relative_variance_{method}": relative_variance(rows)}
+    both, alone = (
+        evaluate(
+            policy, texts[:64], reward, kl_prompts=0, scope=scope, max_prompt_tokens=tokens, max_new_tokens=length,
+            min_new_tokens=length,
+        )
+        for scope in ("prompt_and_completion", "completion")
+    )  # fmt: skip
+    figures["scope_difference"] = float((both.reward - alone.reward).mean())  # of the same completions
+    figures["loss_plus_reward"] = loss_plus_reward(setting, beta=0.0)
+    return {f"defects/{name}": value for name, value in figures.items()}
 
 
 def relative_variance(gradients: Tensor) -> float:
@@ -36,19 +67,18 @@ def relative_variance(gradients: Tensor) -> float:
     return float(trace / torch.maximum(gradients.mean(0).square().sum() - blur, blur))
 
 
-def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions: int) -> tuple[Tensor, float]:
+def repeated_gradients(
+    policy: Backbone, objective: Objective, prompts: PromptBatch, config: TrainConfig, repetitions: int
+) -> tuple[Tensor, float]:
     """Gradients [M, N] of one batch of prompts at fixed weights, each with fresh noise; the first's "variance"."""
-    backbone, parameters = task.backbone, task.backbone.trainable_parameters()
-    objective = Objective(task.reward_model, config.beta, config.reward_scope)
-    prompts = encode_prompts(backbone.tokenizer, task.train_prompts[:batch], config.max_prompt_length)
-    prompts = prompts.to(backbone.device)
-    learner = None if config.relaxed else PolicyGradient(config, backbone)
+    parameters = policy.trainable_parameters()
+    learner = None if config.relaxed else PolicyGradient(config, policy)
     rows, spread = [], 0.0  # the first draw only makes the baseline
     for i in range(repetitions + 1):
-        generator = torch.Generator(backbone.device).manual_seed(i)
-        backbone.zero_grad(set_to_none=True)
+        generator = torch.Generator(policy.device).manual_seed(i)
+        policy.zero_grad(set_to_none=True)
         if learner is None:
-            replay(backbone, prompts, objective, config.relaxation(), generator, hops=config.hops)
+            replay(policy, prompts, objective, config.relaxation(), generator, hops=config.hops)
         else:
             step = learner.accumulate(learner.sample(prompts, generator), objective)
             if i == 0:
@@ -59,17 +89,8 @@ def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions:
             spread = norms[norms > 0].unsqueeze(0).double().std(1, correction=0)  # the paper's "variance"
         if i > 0:
             rows.append(flatten(p.grad for p in parameters))
-    backbone.zero_grad(set_to_none=True)
+    policy.zero_grad(set_to_none=True)
     return torch.stack(rows), float(spread)
-
-
-def scope_difference(task: Task, n: int, **lengths: int) -> float:
-    """Mean reward of the same completions with the prompt minus without: the paper compares across the two."""
-    both, alone = (
-        evaluate(task.backbone, task.validation_prompts[:n], task.reward_model, kl_prompts=0, scope=scope, **lengths)
-        for scope in ("prompt_and_completion", "completion")
-    )
-    return float((both.reward - alone.reward).mean())
 
 
 def loss_plus_reward(setting: Setting, beta: float) -> float:

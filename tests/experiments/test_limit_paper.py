@@ -2,9 +2,8 @@
 
 import pytest
 
-from grade.experiments.compare import paper
-from grade.experiments.compare.claims import compare_claims
-from grade.experiments.compare.measure import defects
+from grade.experiments.limit import defects, paper
+from grade.experiments.limit.claims import paper_claims
 from grade.experiments.setting import make_setting
 from grade.training.toy import toy_reviews, toy_task
 
@@ -17,7 +16,7 @@ MEASURED = dict.fromkeys([f"defects/{name}" for name in DEFECTS], 1.0) | {
 
 
 def verdict(words, changes=MEASURED):
-    (claim,) = [c for c in compare_claims(MEASURED | changes, 5) if c.claim.startswith(words)]
+    (claim,) = [c for c in paper_claims(MEASURED | changes, 5) if c.claim.startswith(words)]
     return claim.verdict
 
 

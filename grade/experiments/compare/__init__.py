@@ -1,1 +1,0 @@
-"""Methods trained side by side, at equal KL."""

@@ -1,1 +1,0 @@
-"""What the comparison measures; nothing here knows a figure."""
