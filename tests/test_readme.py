@@ -140,6 +140,17 @@ def _flat(nested, prefix=""):
 
 # Pages, text around a figure ({} stands for it), folder of results, key, format; a "±" takes the standard error too.
 FIGURES = [
+    ("README.md", "has a reward of {}; refitted", "full/limit", "reward_at_5/tiny_gold/tilt", ".2f"),
+    ("README.md", "own 1,280 completions {}; `rloo`", "full/limit", "reward_at_5/tiny_gold/tilt_own", ".2f"),
+    ("README.md", "after as many, {} (", "full/limit", "reward_at_5/tiny_gold/rloo", ".2f"),
+    ("README.md", "of words, five seeds | tiny | +{} |", "full/limit", "tilt/tiny_gold/reward_at_5_over_rloo", ".3f±"),
+    ("README.md", "1,280, `bag` | tiny | +{} |", "full/limit", "tilt_gradient/tiny_bag/reward_at_5_over_ste", ".3f±"),
+    ("README.md", "(bias from texts: {};", "full/limit", "efficiency/tiny_gold/tilt", ".2f"),
+    ("README.md", "best of 16: {})", "full/limit", "efficiency/tiny_gold/best_of_16", ".2f"),
+    ("docs/methods.md", "8,192 scored texts | {} |", "full/limit", "reward_at_5/tiny_gold/tilt", ".3f±"),
+    ("docs/methods.md", "`tilt`, own completions | {} |", "full/limit", "reward_at_5/tiny_gold/tilt_own", ".3f±"),
+    ("docs/methods.md", "`auto` | {} |", "full/limit", "reward_at_5/tiny_gold/auto", ".3f±"),
+    ("docs/methods.md", "| `rloo` | {} |", "full/limit", "reward_at_5/tiny_gold/rloo", ".3f±"),
     ("README.md", "KL of {} nats, `auto`", "your_own_task", "auto/kl", ".1f"),
     ("README.md", "`auto` goes from {} to", "your_own_task", "auto/function/before", ".2f"),
     ("README.md", "to {} on", "your_own_task", "auto/function/after", ".2f"),
