@@ -13,7 +13,7 @@ from grade.pipeline.profiles import profile_values, profiles
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-MAX_FUNCTION_LINES = 10  # an experiment stands in its notebook; what takes longer is a function of the library
+MAX_FUNCTION_LINES = 5
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
