@@ -1,8 +1,8 @@
-"""Settings: pydantic models read from YAML files and ``key=value`` overrides.
+"""Settings: pydantic models.
 
 Every component owns its config class (a `Config` with a description on each field) beside the code it configures. An
 unknown key, a wrong type or a bad value is one `InputError` that names the field, the value and what is allowed.
-The YAML reader is DVC's own, ruamel.yaml (YAML 1.2), so a file means the same to both.
+`grade.config_files` reads them from files.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import pydantic
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
 
 from grade.errors import InputError
 
@@ -76,16 +73,6 @@ class Config(pydantic.BaseModel, metaclass=_Called):
         return f"one of {', '.join(sorted(known))}" if len(known) <= MOST_KEYS else "a known key; --help lists them"
 
     @classmethod
-    def load(cls, paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), section: str = "") -> Self:
-        """Build a config from YAML files (later over earlier), then ``key=value`` overrides.
-
-        Nested mappings are merged; ``a.b=1`` sets field ``b`` of the nested config ``a``. A file that has the key
-        ``section`` holds the fields below it, beside what is no field of this config.
-        """
-        paths, overrides = list(paths), list(overrides)
-        return cls.parse(read_values(paths, overrides, section), *origin(paths, overrides))
-
-    @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", given: Sequence[str] = ()) -> Self:
         """Build a config from a mapping; `InputError` names the first wrong field, its value and what is allowed.
 
@@ -99,77 +86,6 @@ class Config(pydantic.BaseModel, metaclass=_Called):
             if not source or any(field.startswith(f"{key}.") or f"{key}.".startswith(field) for key in given):
                 raise
             raise InputError(f"{source}: {error.field}", error.value, error.allowed) from None
-
-
-def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), section: str = "") -> dict[str, Any]:
-    """The values that `Config.load` reads, before validation."""
-    values: dict[str, Any] = {}
-    for path in paths:
-        content = read_yaml(path)
-        inner = content.get(section) if section else None
-        _merge(values, inner if isinstance(inner, dict) else content)
-    for override in overrides:
-        key, value = parse_assignment(override, "key=value, for example --set tau_start=1.0")
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        _merge(values, value)
-    return values
-
-
-def origin(paths: Iterable[str | Path], overrides: Iterable[str]) -> tuple[str, list[str]]:
-    """Where such values come from, as `Config.parse` takes it: the files' names, and the keys of the overrides."""
-    return " + ".join(Path(path).name for path in paths), [text.partition("=")[0].strip() for text in overrides]
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping, over the file that its key ``over`` names, if it has one.
-
-    Nested mappings are merged; an empty file is an empty mapping.
-    """
-    try:
-        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError("config file", str(path), f"a YAML file in UTF-8 ({error})") from None
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise InputError(Path(path).name, content, "a mapping of field names to values")
-    if "over" not in content:
-        return content
-    values = read_yaml(Path(path).parent / str(content.pop("over")))
-    _merge(values, content)
-    return values
-
-
-def parse_yaml(text: str) -> Any:
-    """Read YAML 1.2, as DVC does; a `ValueError` says what is wrong, and in which line.
-
-    >>> parse_yaml("{a: [1, 2e-3], b: true, c: 1:30}")
-    {'a': [1, 0.002], 'b': True, 'c': '1:30'}
-    """
-    try:
-        return YAML(typ="safe", pure=True).load(text)
-    except MarkedYAMLError as error:  # without its excerpts of the text
-        mark = error.problem_mark or error.context_mark
-        raise ValueError(f"{error.problem or error.context}, line {mark.line + 1}" if mark else str(error)) from None
-
-
-def parse_assignment(text: str, example: str) -> tuple[str, Any]:
-    """Name and value of the option ``--set NAME=VALUE``; ``example`` shows one in an error."""
-    name, sign, raw = text.partition("=")
-    if not sign or not all(part.strip() for part in name.split(".")):
-        raise InputError("--set", text, example)
-    try:
-        return name.strip(), parse_yaml(raw)
-    except ValueError as error:
-        raise InputError("--set", text, f"a value that is valid YAML ({error})") from None
-
-
-def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    for key, value in new.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
 def as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputError:

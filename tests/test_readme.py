@@ -16,7 +16,7 @@ from conftest import save_toy_base
 
 import grade
 from grade.cli import main as command_line
-from grade.config import read_yaml
+from grade.config_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

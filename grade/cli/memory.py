@@ -7,6 +7,7 @@ import gc
 import json
 
 from grade.cli.options import command, option
+from grade.config_files import load_config
 from grade.memory.settings import StepConfig
 from grade.results import progress
 
@@ -29,7 +30,7 @@ def _memory(args: argparse.Namespace) -> None:
     from grade.memory.report import report, text
     from grade.memory.trace import Trace, trace
 
-    config = StepConfig.load(args.config, args.set)
+    config = load_config(StepConfig, args.config, args.set)
     budget = None if args.fits is None else parse_bytes(args.fits)
     overhead = BEYOND_TRACE if budget is not None and args.device == "cuda" else 0
     if args.overhead is not None:

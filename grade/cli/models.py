@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from grade.cli.options import command, option, print_metrics
+from grade.config_files import load_config
 from grade.data.reviews import load_reviews
 from grade.models.backbone import Backbone
 from grade.results import write_metrics, write_results
@@ -44,7 +45,7 @@ def _gold(args: argparse.Namespace) -> None:
 )
 def _reward(args: argparse.Namespace) -> None:
     """Train on the reward split, stop early on the validation split, measure on the test split."""
-    config = RewardConfig.load(args.config, args.set)
+    config = load_config(RewardConfig, args.config, args.set)
     backbone = Backbone.load(args.backbone)
     train, validation, test = (load_reviews(args.reviews, name) for name in ("reward", "validation", "test"))
     model, fit = train_reward(args.kind, config, backbone, train, validation)

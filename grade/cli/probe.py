@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from grade.cli.options import command, option
+from grade.config_files import load_config
 from grade.entropy.run import ProbeRunConfig, probe_adapter
 from grade.files import write_json
 from grade.results import environment
@@ -23,7 +24,7 @@ SECTION = "probe"
 )  # fmt: skip
 def _probe(args: argparse.Namespace) -> None:
     """Predict and verify how the coming optimizer step moves the policy's entropy."""
-    config = ProbeRunConfig.load(args.config, args.set, section=SECTION)
+    config = load_config(ProbeRunConfig, args.config, args.set, section=SECTION)
     batch, length = config.batch_config, config.generation.max_new_tokens
     print(f"probing {config.backbone}: {batch.B} prompts, {batch.G} completions of {length} tokens each", flush=True)
     report = probe_adapter(config, args.adapter, args.optimizer_state)

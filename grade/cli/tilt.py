@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grade.cli.options import command, option
 from grade.cli.runs import TILT_FILE
+from grade.config_files import load_config
 from grade.errors import InputError
 from grade.files import atomic, write_json
 from grade.training.config import TrainConfig
@@ -33,7 +34,7 @@ def _tilt(args: argparse.Namespace) -> None:
     given = {"output_dir": args.output_dir, "eval_dataset": ""}
     given |= {name: value for name, value in (("reward", args.reward), ("train_dataset", args.prompts)) if value}
     overrides = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
-    config = TrainConfig.load(args.config, [*args.set, *overrides])
+    config = load_config(TrainConfig, args.config, [*args.set, *overrides])
     output = Path(config.output_dir)
     if (output / "adapter").exists() and not args.overwrite:
         raise InputError("output_dir", str(output), "a folder without an adapter, or --overwrite")

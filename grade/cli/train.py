@@ -8,6 +8,7 @@ import json
 import torch
 
 from grade.cli.options import command, option, print_metrics
+from grade.config_files import load_config
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
@@ -32,7 +33,7 @@ def _train(args: argparse.Namespace) -> None:
     """Train one policy."""
     given = {"output_dir": args.output_dir} | ({} if args.reward is None else {"reward": args.reward})
     overrides = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
-    config = TrainConfig.load(args.config, [*args.set, *overrides])
+    config = load_config(TrainConfig, args.config, [*args.set, *overrides])
     result = train(config, None, args.resume, args.overwrite)
     if config.process_index == 0:
         print(f"wrote {config.output_dir}" if result else f"{config.output_dir}: this run has finished")
@@ -47,7 +48,7 @@ def _train(args: argparse.Namespace) -> None:
 )
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate an adapter with a training run's own settings."""
-    config = TrainConfig.load(args.config, args.set)
+    config = load_config(TrainConfig, args.config, args.set)
     if not config.eval_dataset:
         raise InputError("eval_dataset", config.eval_dataset, "held-out prompts to evaluate on")
     task = load_task(config, config.device, adapter=args.adapter)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
+from grade.config_files import load_config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
 from grade.errors import InputError
@@ -75,7 +76,7 @@ def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, 
     prompts = encode_prompts(policy.tokenizer, texts, config.max_prompt_tokens)
     reward_model = load_reward(config.reward, policy).to(policy.device)
     if config.follow:
-        return prompts, {"gradient": _reward_gradient(policy, reward_model, TrainConfig.load(config.follow))}
+        return prompts, {"gradient": _reward_gradient(policy, reward_model, load_config(TrainConfig, config.follow))}
     return prompts, {"reward": partial(Objective(reward_model).score, policy)}
 
 

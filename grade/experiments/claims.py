@@ -16,6 +16,7 @@ import pandas as pd
 from pydantic import Field
 
 from grade.config import Config
+from grade.config_files import load_config
 from grade.errors import InputError
 from grade.files import write_text
 
@@ -97,7 +98,7 @@ def judge(experiment: str | Path, figures: Mapping[str, Any]) -> list[Claim]:
 
     Every figure that a row names must be there; see `_in_units`.
     """
-    document, claims = _Document.load([Path(__file__).parent / experiment / "claims.yaml"]), []
+    document, claims = load_config(_Document, [Path(__file__).parent / experiment / "claims.yaml"]), []
     figures = _in_units(figures)
     text = partial(_Figures().vformat, args=(), kwargs=figures)
     for row in document.claims:

@@ -23,7 +23,7 @@ import PIL.Image
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
-from grade.config import read_values
+from grade.config_files import read_values
 from grade.errors import InputError
 from grade.experiments.claims import Claim, claims_table, write_claims
 from grade.experiments.measured import Tables, write_environment, write_table

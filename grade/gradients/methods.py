@@ -49,6 +49,7 @@ class Method:
 
     settings: str
     learner: str = ""  # none for auto
+    rewarded: bool = True  # whether it learns from rewards
 
 
 _RELAXED = "grade.gradients.relaxed"
@@ -67,7 +68,7 @@ METHODS: dict[str, Method] = {
     "grpo": Method(f"{_POLICY_GRADIENT}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "ppo": Method(f"{_POLICY_GRADIENT}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     TILT: Method("grade.training.tilt:TiltSettings", "grade.training.tilt:TiltLearner"),
-    TEACHER: Method("grade.training.teacher:TeacherSettings", "grade.training.teacher:TeacherGradient"),
+    TEACHER: Method("grade.training.teacher:TeacherSettings", "grade.training.teacher:TeacherGradient", rewarded=False),
     AUTO: Method("grade.training.auto:AutoSettings"),
 }
 """Every method: name, settings, learner."""

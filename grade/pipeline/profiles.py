@@ -1,8 +1,8 @@
 """A profile: its parameters, the copy of the project in which its pipeline runs, and publishing what it found.
 
 Files under ``params/<profile>`` hold only what differs from another profile. A file says over which other file it lies
-(``over: ../cpu/train.yaml``; `grade.config.read_yaml` follows it). Where a profile's ``suite.yaml`` lies over another
-profile's and a file is missing, nothing differs.
+(``over: ../cpu/train.yaml``; `grade.config_files.read_yaml` follows it). Where a profile's ``suite.yaml`` lies over
+another profile's and a file is missing, nothing differs.
 
 Every profile runs in ``.workspaces/<profile>``, which git ignores: a run leaves the project as it was, whatever the
 processor rounds. The copy's ``dvc.yaml`` names the profile. `repro` is DVC's own command there: it runs what has
@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grade.config import allowed_names, parse_yaml, read_yaml
+from grade.config import allowed_names
+from grade.config_files import parse_yaml, read_yaml
 from grade.errors import InputError
 from grade.files import atomic, write_text
 

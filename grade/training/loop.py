@@ -171,7 +171,9 @@ class GradeTrainer:
     def _with_method(self, config: GradeConfig, rewards: Any, teacher: Any) -> GradeConfig:
         """The settings with the method that ``auto`` stands for."""
         if config.method == AUTO:
-            chosen, why = import_object("grade.training.auto:choose_method")(config, rewards, teacher is not None)
+            chosen, why = import_object("grade.training.auto:choose_method")(config, teacher is not None)
+            if rewards is None:
+                chosen, why = {"method": TEACHER}, "no reward but a teacher, so the value of every token is known"
             config = config.replace(**chosen)
             self.choose("method", f"{config.method}: {why}")
         if config.method == TEACHER and teacher is None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from grade.config import allowed_names
 from grade.errors import InputError
-from grade.gradients.methods import AUTO, FALLBACK, METHODS, TEACHER, TILT
+from grade.gradients.methods import AUTO, FALLBACK, METHODS, TILT
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import (
     Completions,
@@ -58,7 +58,7 @@ SIGNIFICANT = 2.0
 
 
 def _follower(name: str) -> str:
-    known = ["", *(method for method in METHODS if method not in (TILT, TEACHER))]
+    known = ["", *(other for other, method in METHODS.items() if other != TILT and method.rewarded)]
     if name not in known:
         raise InputError("then", name, allowed_names(name, known[1:]))
     return name

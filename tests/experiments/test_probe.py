@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
 
+from grade.config_files import load_config
 from grade.entropy.run import ProbeRunConfig
 from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.errors import InputError
@@ -89,7 +90,7 @@ def test_a_trained_policy_needs_a_run_that_kept_its_optimizer(tmp_path):
 def test_the_command_reads_the_probes_section_of_the_experiments_parameters(tmp_path):
     file = tmp_path / "probe.yaml"
     file.write_text("model: tiny\nprobe:\n  batch_config: {B: 4}\n  learning_rate: 2.0e-3\n")
-    config = ProbeRunConfig.load([file], ["batch_config.G=3"], section="probe")
+    config = load_config(ProbeRunConfig, [file], ["batch_config.G=3"], section="probe")
     assert (config.batch_config.B, config.batch_config.G, config.learning_rate) == (4, 3, 2e-3)
     with pytest.raises(InputError, match="model"):
-        ProbeRunConfig.load([file])
+        load_config(ProbeRunConfig, [file])

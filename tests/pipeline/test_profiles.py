@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grade.cli.main import main
-from grade.config import read_yaml
+from grade.config_files import read_yaml
 from grade.errors import InputError
 from grade.pipeline.profiles import prepare_workspace, profile_values, profiles, publish, repro
 from grade.training.config import TrainConfig

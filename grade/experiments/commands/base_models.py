@@ -3,6 +3,7 @@
 import argparse
 
 from grade.cli.options import command, print_metrics
+from grade.config_files import load_config
 from grade.experiments.base_model import BackboneConfig, PretrainConfig, prepare_backbone, pretrain
 from grade.results import write_results
 
@@ -16,7 +17,7 @@ from grade.results import write_results
 )
 def _backbone(args: argparse.Namespace) -> None:
     """Convert the base model."""
-    config = BackboneConfig.load(args.config, args.set)
+    config = load_config(BackboneConfig, args.config, args.set)
     prepare_backbone(config, args.raw_dir, args.reviews, args.output_dir)
     print(f"wrote {args.output_dir}")
 
@@ -30,7 +31,7 @@ def _backbone(args: argparse.Namespace) -> None:
 )
 def _pretrain(args: argparse.Namespace) -> None:
     """Train the tiny language model and measure it on the test split."""
-    config = PretrainConfig.load(args.config, args.set)
+    config = load_config(PretrainConfig, args.config, args.set)
     metrics = pretrain(config, args.reviews, args.output_dir)
     write_results(args.metrics, metrics)
     print_metrics(metrics)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from grade.cli.options import command, option
+from grade.config_files import load_config
 from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
 from grade.files import write_text
 from grade.results import environment, write_results
@@ -20,7 +21,7 @@ from grade.results import environment, write_results
 )
 def _bench(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
-    config, about = BenchConfig.load(args.config, args.set), environment()
+    config, about = load_config(BenchConfig, args.config, args.set), environment()
     steps = standard_steps(args.device, config)
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
     target = Path(f"outputs/{name}/memory.json" if args.output is None else args.output)

