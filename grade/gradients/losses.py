@@ -173,4 +173,4 @@ def clipped_surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, epsi
 def clip_fraction(logps: Tensor, old_logps: Tensor, mask: Tensor, epsilon: float) -> Tensor:
     """Share of tokens whose ratio lies outside the clip range, a scalar."""
     outside = ((logps - old_logps).exp() - 1).abs() > epsilon
-    return (outside * mask).sum() / mask.sum()
+    return (outside * mask).sum().double() / mask.sum()

@@ -181,12 +181,12 @@ class MethodConfig(Config):
 
     @property
     def group(self) -> int:
-        """G, completions of each prompt in a microbatch."""
+        """G, completions of each prompt."""
         return 1
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions that are generated and scored for each prompt of a microbatch."""
+        """Completions that are generated and scored for each prompt of a step."""
         return self.group
 
     @property

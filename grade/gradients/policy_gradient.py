@@ -24,7 +24,7 @@ Left out: entropy bonuses, shuffling between passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -71,7 +71,7 @@ class SampledSettings(Config):
 
     @property
     def group(self) -> int:
-        """G, completions of each prompt in a microbatch."""
+        """G, completions of each prompt."""
         return self.num_generations
 
 
@@ -151,6 +151,11 @@ class Completions(Rows):
 Microbatch = tuple[PromptBatch, torch.Generator] | Completions
 
 
+def prompts_of(microbatch: Microbatch) -> PromptBatch:
+    """The prompt of each completion of a microbatch."""
+    return microbatch.prompts if isinstance(microbatch, Completions) else microbatch[0]
+
+
 @dataclass(frozen=True)
 class _Experience(Rows):
     """Completions with everything that an update treats as constant."""
@@ -160,6 +165,7 @@ class _Experience(Rows):
     logps: Tensor  # log-probabilities under the policy that sampled [B, T]
     kl: Tensor  # KL under that policy [B, T]
     reward: Tensor  # [B], NaN where no function scored
+    scores: Any  # what each reward gave
     returns: Tensor  # penalised returns [B]
     advantages: Tensor  # [B, T], or [B, 1] if all tokens share one
     values: Tensor | None = None  # with a value head: V of the state before each token [B, T]
@@ -227,7 +233,8 @@ class Learner:
     ) -> list[GradientStep]:
         """Sample completions, or take those that are given, and add their gradient; one result per microbatch.
 
-        Microbatches are this process's prompts, each once, with the generator for their completions; or completions.
+        Microbatches are this process's: a prompt for each completion, with the generator for them; or completions. The
+        G completions of a prompt are consecutive, within a microbatch or over several.
         """
         self.figures = {}
         steps = [self.accumulate(each, objective, 1 / context.microbatches) for each in self.sampled(microbatches)]
@@ -235,8 +242,8 @@ class Learner:
         return steps
 
     def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
-        """G completions of each prompt."""
-        return self._sample(prompts.repeat(self.config.group), generator)
+        """A completion of each prompt."""
+        return self._sample(prompts, generator)
 
     def _sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         most, least = self.config.max_completion_length, self.config.min_completion_length
@@ -290,7 +297,8 @@ class PolicyGradient(Learner):
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
         """As `Learner.step`, with all of the method's updates; results are under the policy that sampled."""
-        often = self.config.updates > 1 or self.method.value_head
+        microbatches = list(microbatches)
+        often = self.config.updates > 1 or self.method.value_head or self._spread(microbatches) > 1
         steps = (self._update_often if often else super().step)(microbatches, objective, context)
         if self.method.running_mean:
             means = torch.stack([-step.loss for step in steps]).sum() * (1 / context.microbatches)
@@ -305,29 +313,38 @@ class PolicyGradient(Learner):
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
         reward = None if self.certainty_reward else self._reward(completions, objective)
         terms = self._terms(completions, None)
-        seen = self._experience(completions, objective, terms, reward)
+        (seen,) = self._compared([self._experience(completions, objective, terms, reward)], objective)
         (self._loss(terms, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
         return _result(seen)
 
+    def _spread(self, microbatches: Sequence[Microbatch]) -> int:
+        """Over how many microbatches the completions of a prompt are spread, where they have a baseline in common."""
+        shared = self.method.grouped or self.method.greedy
+        return max(1, self.config.group // len(prompts_of(microbatches[0]))) if shared else 1
+
     def _update_often(
-        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
+        self, microbatches: Sequence[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
         self.figures, experience = {}, []
         for completions in self.sampled(microbatches):
             with torch.no_grad():
                 experience.append(self._experience(completions, objective, self._terms(completions, None)))
-        if self.value_head is not None and self.config.whiten_advantages:
+        if self.value_head is None:
+            number = self._spread(microbatches)
+            parts = [experience[start : start + number] for start in range(0, len(experience), number)]
+            experience = [seen for part in parts for seen in self._compared(part, objective)]
+        elif self.config.whiten_advantages:
             experience = self._whitened(experience, objective, context)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
-        for _ in range(self.config.passes_per_step):
-            for part in range(self.config.minibatches):
-                for p in inputs:
-                    p.grad = None
-                for seen in experience:
-                    rows = seen[part :: self.config.minibatches]
-                    loss = self._loss(self._terms(rows.completions, rows.reference), rows, objective)
-                    (loss * (1 / context.microbatches)).backward(inputs=inputs)
-                context.apply()
+        minibatches = getattr(self.config, "minibatches", 1)
+        for update in range(self.config.updates):
+            for p in inputs:
+                p.grad = None
+            for seen in experience:
+                rows = seen[update % minibatches :: minibatches]
+                loss = self._loss(self._terms(rows.completions, rows.reference), rows, objective)
+                (loss * (1 / context.microbatches)).backward(inputs=inputs)
+            context.apply()
         return [_result(seen) for seen in experience]
 
     def _whitened(self, experience: list[_Experience], objective: Objective, context: StepContext) -> list[_Experience]:
@@ -368,16 +385,20 @@ class PolicyGradient(Learner):
     def _experience(
         self, completions: Completions, objective: Objective, terms: tuple[Tensor, ...], reward: Tensor | None = None
     ) -> _Experience:
-        """What an update treats as constant; ``terms`` are those of `_terms`, under the policy that sampled."""
+        """What an update treats as constant; ``terms`` are those of `_terms`, under the policy that sampled.
+
+        Advantages of whole completions are still to come, see `_compared`.
+        """
         logps, kl, hidden, reference = terms
         logps, kl, mask = logps.detach(), kl.detach(), completions.mask
         if reward is None:
             reward = self._reward(completions, objective, hidden)
+        scores = None if self.certainty_reward else scores_of(objective)
         returns = penalised(reward, kl, mask, objective.beta)
         check_finite(reward.nan_to_num(0.0), returns.nan_to_num(0.0))
-        seen = _Experience(completions, reference, logps, kl, reward, returns, returns)
+        seen = _Experience(completions, reference, logps, kl, reward, scores, returns, returns)
         if self.value_head is None:
-            return replace(seen, advantages=self._advantages(seen, objective))
+            return seen
         values = self.value_head(hidden)
         advantages, targets = self._gae(reward, kl, values, seen.scored, objective)
         return replace(seen, advantages=advantages, values=values, targets=targets)
@@ -390,24 +411,36 @@ class PolicyGradient(Learner):
             return completion_certainty(values * mask, mask)
         return scored_rewards(self.backbone, prompts, ids, mask, objective)
 
-    def _advantages(self, seen: _Experience, objective: Objective) -> Tensor:
-        """Advantages of whole completions [B, 1]."""
-        completions, grouped = seen.completions, seen.returns.view(-1, self.config.group)
-        if self.method.running_mean:
+    @torch.no_grad()
+    def _compared(self, parts: Sequence[_Experience], objective: Objective) -> list[_Experience]:
+        """With advantages of whole completions [B, 1]; ``parts`` are microbatches that have whole groups together."""
+        group = self.config.group
+        if self.method.grouped:  # rewards are compared before KL, which is smaller
+            rewards = losses.relative(torch.cat([part.reward for part in parts]).view(-1, group)).flatten()
+            sizes = [len(part.reward) for part in parts]
+            returns = [
+                penalised(reward, part.kl, part.completions.mask, objective.beta)
+                for reward, part in zip(rewards.split(sizes), parts, strict=True)
+            ]
+            advantages = losses.grpo(torch.cat(returns).view(-1, group), self.normalize_std).flatten().split(sizes)
+        elif self.method.running_mean:
             baseline = losses.ema_baseline(self.means, self.config.baseline_momentum)
-            advantages = losses.above(grouped, baseline, seen.reward.dtype)
-        elif self.method.greedy:
-            prompts = completions.prompts[:: self.config.group]
-            greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
-            _, kl, hidden, _ = self._terms(greedy, None)
-            reward = self._reward(greedy, objective, hidden)
-            baseline = penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1)
-            advantages = losses.above(grouped, baseline, reward.dtype)
+            advantages = [losses.above(part.returns, baseline, part.reward.dtype) for part in parts]
         else:
-            reward = losses.relative(seen.reward.view(grouped.shape)).flatten()  # before KL, which is smaller
-            grouped = penalised(reward, seen.kl, completions.mask, objective.beta).view(grouped.shape)
-            advantages = losses.grpo(grouped, self.normalize_std)
-        return advantages.nan_to_num(0.0).reshape(-1, 1)
+            group = min(group, len(parts[0].returns))
+            baseline, dtype = self._greedy_returns(parts[0].completions.prompts[::group], objective)
+            advantages = [losses.above(part.returns.view(-1, group), baseline, dtype).flatten() for part in parts]
+        return [
+            replace(part, advantages=values.nan_to_num(0.0).unsqueeze(1))
+            for part, values in zip(parts, advantages, strict=True)
+        ]
+
+    def _greedy_returns(self, prompts: PromptBatch, objective: Objective) -> tuple[Tensor, torch.dtype]:
+        """Penalised returns [N, 1] of the greedy completion of each prompt, and the type of its reward."""
+        greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
+        _, kl, hidden, _ = self._terms(greedy, None)
+        reward = self._reward(greedy, objective, hidden)
+        return penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1), reward.dtype
 
     def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
         """Of an update, with a trained value head's; ``terms`` are those of `_terms`, with gradient."""
@@ -433,17 +466,22 @@ class PolicyGradient(Learner):
 
 def _result(seen: _Experience) -> GradientStep:
     loss = -seen.returns.nanmean().nan_to_num(0.0)
-    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward, seen.kl, loss)
+    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward, seen.kl, loss, scores=seen.scores)
 
 
 def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Rewards [B] of completions, which must be finite; NaN where every function returned None."""
     reward = objective.score(backbone, prompts, ids, mask)
-    parts = getattr(objective.reward_model.last, "values", None)
+    parts = getattr(scores_of(objective), "values", None)
     none = torch.stack(list(parts.values())).isnan().all(0) if parts else torch.zeros_like(reward, dtype=torch.bool)
     given = reward.masked_fill(none, 0.0)
     check_finite(given, given)
     return given.masked_fill(none, torch.nan)
+
+
+def scores_of(objective: Objective) -> Any:
+    """What each reward gave to the completions that were scored last, if the objective's reward says so."""
+    return getattr(objective.reward_model, "last", None)
 
 
 def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:

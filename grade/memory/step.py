@@ -7,7 +7,7 @@ as memory does not depend on values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -149,11 +149,12 @@ def _relaxed(config: StepConfig, backbone: Backbone, reward: nn.Module) -> Micro
 def _policy_gradient(config: StepConfig, backbone: Backbone, reward: nn.Module) -> tuple[Program, list[nn.Module]]:
     """The step's code, and modules beside the backbone that are trained."""
     learner, objective = PolicyGradient(config.trainer, backbone), Objective(reward, _KL)
-    prompts = config.prompts(backbone, config.batch_size // config.trainer.group)
+    group = config.trainer.group
+    prompts = config.prompts(backbone, config.batch_size // group)
 
     def program(apply: Callable[[], None]) -> None:
         with config.casting(backbone):
-            microbatches: Iterable = iter([(prompts, generator_on(backbone))])
+            microbatches = [(prompts.repeat(group), generator_on(backbone))]
             learner.step(microbatches, objective, StepContext(1, apply, total=_total))
 
     return program, [] if learner.value_head is None else [learner.value_head]

@@ -56,8 +56,8 @@ class Rewards(Reward):
     """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it, and none makes R NaN.
 
     Each part has a weight (default: 1), and is logged under its name, numbered where two are equal. All must be made
-    for one ``scope``; ``dtype`` is that of R. ``last`` are the `Scores` of the batch that was scored last; a list
-    ``recorded``, if there is one, takes those of every batch; ``trainer_state`` is passed to functions.
+    for one ``scope``; ``dtype`` is that of R. ``last`` are the `Scores` of the batch that was scored last;
+    ``trainer_state`` is passed to functions.
     """
 
     parts: Sequence[Reward] = ()
@@ -80,7 +80,6 @@ class Rewards(Reward):
         self.parts, self.weights, self.scope, self.dtype = list(parts), weights, scope, dtype
         self.names = _distinct([part.name for part in parts])
         self.last: Scores | None = None
-        self.recorded: list[Scores] | None = None
         self.trainer_state: Any = None
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
@@ -105,8 +104,6 @@ class Rewards(Reward):
                 seconds[name] = time.perf_counter() - start
             values.append(value.to(device=ids.device, dtype=self.dtype))
         self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, log.columns, log.metrics)
-        if self.recorded is not None:
-            self.recorded.append(self.last)
         missing = torch.stack(values).isnan()
         if (~missing).all():  # so asked, fake tensors take this branch too
             return self._sum(values)

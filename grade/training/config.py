@@ -31,7 +31,8 @@ REWARD = "models/reward/backbone/bag"
 class GradeConfig(MethodConfig):
     """Settings of `grade.training.loop.GradeTrainer`: a run's, and those of its method.
 
-    ``per_device_train_batch_size`` counts completions, as TRL does: B of B / num_generations prompts.
+    ``per_device_train_batch_size`` counts completions, as TRL does: B of B / num_generations prompts. A prompt's
+    completions may also be spread over several microbatches of a process.
 
     ``beta`` weighs KL in the objective ``E[R - beta * mean_t KL_t]``, in reward per nat and token. TRL's loss is a mean
     over tokens where this is a sum, so TRL's beta is this one divided by the completion's length.
@@ -127,9 +128,16 @@ class GradeConfig(MethodConfig):
         if self.max_steps == 0:
             raise InputError("max_steps", 0, "at least 1, or -1 for num_train_epochs passes")
         batch = self.per_device_train_batch_size
-        for name in ("num_generations", "minibatches") if self.method != AUTO else ():
-            if batch % (number := getattr(self, name, 1)):
-                raise InputError(name, number, f"a divisor of per_device_train_batch_size = {batch}")
+        if self.method == AUTO:
+            return self
+        if batch % (number := getattr(self, "minibatches", 1)):
+            raise InputError("minibatches", number, f"a divisor of per_device_train_batch_size = {batch}")
+        most = batch * self.gradient_accumulation_steps
+        if batch % self.group and (self.group % batch or most % self.group):
+            allowed = f"a divisor of per_device_train_batch_size = {batch}"
+            if most > batch:
+                allowed += f", or a multiple of it that divides the {most} completions of a process's step"
+            raise InputError("num_generations", self.group, allowed)
         return self
 
     @property
@@ -168,14 +176,14 @@ class GradeConfig(MethodConfig):
         return self.gradient_accumulation_steps * self.world_size
 
     @property
-    def batch_prompts(self) -> int:
-        """Prompts in a microbatch."""
-        return self.per_device_train_batch_size // self.group
+    def step_prompts(self) -> int:
+        """Prompts in a step."""
+        return self.per_device_train_batch_size * self.microbatches // self.group
 
     @property
-    def batch_completions(self) -> int:
-        """Completions generated and scored for a microbatch, greedy ones included."""
-        return self.batch_prompts * self.samples_per_prompt
+    def step_completions(self) -> int:
+        """Completions generated and scored in a step, greedy ones included."""
+        return self.step_prompts * self.samples_per_prompt
 
 
 class TrainConfig(GradeConfig):

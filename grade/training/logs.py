@@ -6,9 +6,10 @@ as 64.0.
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,13 +19,14 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
 from grade.errors import InputError
+from grade.gradients.losses import relative
 from grade.gradients.objective import GradientStep, sequence_mean
 from grade.models.prompts import PromptBatch, decode
+from grade.models.sampling import is_eos
 from grade.results import timeless
 from grade.training.evaluate import MEANS, Evaluation
 
-if TYPE_CHECKING:
-    from grade.rewards.rewards import Scores
+logger = logging.getLogger(__name__)
 
 FIGURES = ("reward", "kl", "loss", "tau", "grad_norm", "residual", "completions/mean_length", "learning_rate")
 """Of the Trainer's log, in ``history.csv`` as ``train/<name>`` or as in `RENAMED`."""
@@ -34,9 +36,10 @@ METHOD_FIGURES = (
 )  # fmt: skip
 """Those that only some methods or settings have."""
 _RESERVED = {
-    "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "step", "step_time", "seconds", "epoch", "num_samples"},
+    "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "frac_reward_zero_std", "completions/clipped_ratio", "step",
+                   "step_time", "seconds", "epoch", "num_samples"},
     "log_extra": {"prompt", "completion", "reward"},
-}
+}  # fmt: skip
 """Names by which reward functions cannot log."""
 RENAMED = {
     "completions/mean_length": "length", "tilt/r2": "tilt_r2", "sampler/mean_ratio": "sampler_mean_ratio",
@@ -47,11 +50,12 @@ RENAMED = {
 class LogBuffer:
     """Figures of microbatches, averaged when a row is logged, and their completions if a tokenizer decodes them.
 
-    What no function scored has no part in means of rewards.
+    What no function scored has no part in means of rewards. ``ends`` are the policy's end-of-sequence tokens.
     """
 
-    def __init__(self, tokenizer: Any = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = ()) -> None:
+        self.tokenizer, self.ends = tokenizer, ends
+        self.warned = False
         self.figures: dict[str, list[Tensor | float]] = {}  # values since the last row
         self.rows: list[dict[str, Any]] = []  # completions since then
 
@@ -61,18 +65,17 @@ class LogBuffer:
             if value is not None:
                 self.figures.setdefault(name, []).append(value)
 
-    def add_step(self, step: GradientStep, prompts: PromptBatch, scores: Scores | None = None) -> None:
-        """Add a microbatch: an engine's result, the prompt of each completion [B], and what each reward gave.
-
-        There are no scores where the reward is the policy's own.
-        """
+    def add_step(self, step: GradientStep, prompts: PromptBatch) -> None:
+        """Add a microbatch: an engine's result, and the prompt of each completion [B]."""
         mask, reward = step.completion_mask, step.reward[~step.reward.isnan()]
         if len(reward):
             self.add({"reward": reward.mean(), "reward_std": reward.std(correction=0)})
         kl = sequence_mean(step.kl, mask).mean()
+        clipped = ~(is_eos(step.completion_ids, self.ends) & mask.bool()).any(-1)
         self.add({"kl": None if kl.isnan() else kl, "loss": step.loss,
-                  "completions/mean_length": mask.sum(-1).double().mean()})  # fmt: skip
-        parts, columns = {}, {}
+                  "completions/mean_length": mask.sum(-1).double().mean(),
+                  "completions/clipped_ratio": clipped.double().mean()})  # fmt: skip
+        parts, columns, scores = {}, {}, step.scores
         if scores is not None:
             for field, logged in (("log_metric", scores.metrics), ("log_extra", scores.columns)):
                 for name in logged:
@@ -94,6 +97,16 @@ class LogBuffer:
                 }  # fmt: skip
                 row |= {f"rewards/{name}": float(values[i]) for name, values in parts.items()}
                 self.rows.append(row | {name: values[i] for name, values in columns.items()})
+
+    def add_groups(self, rewards: Tensor) -> None:
+        """Add the share of prompts whose G > 1 completions have equal rewards [N, G]; warn once where all have."""
+        if rewards.shape[1] < 2:
+            return
+        equal = ~relative(rewards).nan_to_num(0.0).bool().any(1)
+        self.add({"frac_reward_zero_std": equal.double().mean()})
+        if equal.all() and not self.warned:
+            logger.warning("rewards: those of each prompt's completions are equal, so a step has nothing to learn from")
+            self.warned = True
 
     def drain(self, mean: Callable[[list[Tensor | float]], float]) -> dict[str, float]:
         """The mean of every figure; no figure is kept."""

@@ -37,7 +37,7 @@ from grade.errors import InputError
 from grade.files import atomic, write_text
 from grade.gradients.methods import AUTO, METHODS, TEACHER
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import Completions, Microbatch, StepContext
+from grade.gradients.policy_gradient import Microbatch, StepContext, prompts_of
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.sampling import generate
 from grade.models.token_bias import BIAS_FILE
@@ -133,8 +133,8 @@ class GradeTrainer:
         self.train_dataset = self._checked_rows(train_dataset, "train_dataset")
         self.rows = 0 if self.train_dataset is None else len(self.train_dataset)
         if config.max_steps < 0 and self.rows:
-            per_step = config.batch_prompts * config.microbatches
-            self.config = config = config.replace(max_steps=math.ceil(config.num_train_epochs * self.rows / per_step))
+            steps = math.ceil(config.num_train_epochs * self.rows / config.step_prompts)
+            self.config = config = config.replace(max_steps=steps)
         self.eval_dataset, self.judge = eval_dataset, judge
         sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         for name, rows in sets.items():
@@ -154,7 +154,9 @@ class GradeTrainer:
         self.args = config.training_arguments
         self.steering = None if config.target_kl is None else KLSteering(self.backbone, config, self._sum)
         self.accelerator = Accelerator(cpu=config.use_cpu)
-        self.log_buffer = LogBuffer(self.backbone.tokenizer if config.log_completions else None)
+        self.log_buffer = LogBuffer(
+            self.backbone.tokenizer if config.log_completions else None, self.backbone.eos_token_ids
+        )
         self.evaluations: dict[int, Evaluation] = {}
         self.seconds = 0.0
         self._orders: list[Sequence[int]] = []  # of the rows, in every pass
@@ -225,9 +227,10 @@ class GradeTrainer:
         """Rows of a dataset as prompts."""
         return encode_examples(self.backbone.tokenizer, rows, **self.config.reading).to(self.backbone.device)
 
-    def row_numbers(self, step: int, number: int, size: int) -> list[int]:
-        """Rows of microbatch ``number`` of a step from 1, of ``size`` rows: shuffled passes over all of them."""
-        start = ((step - 1) * self.config.microbatches + number) * size
+    def row_numbers(self, step: int, number: int) -> list[int]:
+        """Rows of the prompts in microbatch ``number`` of a step from 1: shuffled passes over all rows."""
+        batch, group = self.config.per_device_train_batch_size, self.config.group
+        start, size = ((step - 1) * self.config.microbatches + number) * batch // group, max(1, batch // group)
         while len(self._orders) * self.rows < start + size:
             if not self.config.shuffle_dataset:
                 self._orders.append(range(self.rows))
@@ -289,13 +292,10 @@ class GradeTrainer:
     def training_step(self) -> None:
         """Sample completions of a step, have them scored, add their gradient, and update."""
         config, step, start = self.config, self.state.global_step + 1, time.perf_counter()
-        self.rewards.trainer_state, self.rewards.recorded = self.state, []
+        self.rewards.trainer_state = self.state
         if self.steering is not None:
             self.steering.before_step()
-        microbatches = [
-            self._microbatch(step, number * config.world_size + config.process_index)
-            for number in range(config.gradient_accumulation_steps)
-        ]
+        microbatches = [self._microbatch(step, number) for number in self._numbers()]
         context = StepContext(config.microbatches, self._update, self._sum, gather_object, step - 1)
         parts = self.method.step(microbatches, self.objective, context)
         self._note(parts, microbatches)
@@ -321,15 +321,23 @@ class GradeTrainer:
         """The policy as PEFT's model; without an adapter its base."""
         return self.backbone.peft or self.backbone.model
 
+    def _numbers(self) -> list[int]:
+        """Numbers of this process's microbatches in a step: those that share a prompt follow each other."""
+        config = self.config
+        together = max(1, config.group // config.per_device_train_batch_size)
+        starts = range(config.process_index * together, config.microbatches, config.world_size * together)
+        return [start + number for start in starts for number in range(together)]
+
     def _microbatch(self, step: int, number: int) -> Microbatch:
-        """Prompts of microbatch ``number`` of a step with the generator for their completions, or completions."""
+        """A prompt for each completion of a microbatch, with the generator for them, or the completions."""
         seed = np.random.SeedSequence([self.config.seed, step, number]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        rows = self.row_numbers(step, number, self.config.batch_prompts)
+        rows = self.row_numbers(step, number)
         prompts = self.encode([self.train_dataset[i] for i in rows])
+        prompts = prompts.repeat(self.config.per_device_train_batch_size // len(rows))
         if self.sampler is None:
             return prompts, generator
-        completions, figures = self.sampler.sample(self.backbone, prompts.repeat(self.config.group), generator, step)
+        completions, figures = self.sampler.sample(self.backbone, prompts, generator, step)
         self.log_buffer.add(figures)
         return completions
 
@@ -363,15 +371,12 @@ class GradeTrainer:
 
     def _note(self, parts: list[GradientStep], microbatches: list[Microbatch]) -> None:
         """Put a step's results into the log."""
-        # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
-        recorded = self.rewards.recorded
-        scores = recorded[:: max(1, len(recorded) // len(parts))] or [part.scores for part in parts]
-        for part, microbatch, values in zip(parts, microbatches, scores, strict=True):
-            sampled = isinstance(microbatch, Completions)
-            prompts = microbatch.prompts if sampled else microbatch[0].repeat(self.config.group)
-            self.log_buffer.add_step(part, prompts, values)
+        for part, microbatch in zip(parts, microbatches, strict=True):
+            prompts = prompts_of(microbatch)
+            self.log_buffer.add_step(part, prompts)
             if self.steering is not None:
                 self.steering.add(prompts, part.completion_ids, part.completion_mask)
+        self.log_buffer.add_groups(torch.cat([part.reward for part in parts]).view(-1, self.config.group))
         for name, values in self.method.figures.items():
             for value in values:
                 self.log_buffer.add({name: value})
@@ -431,11 +436,11 @@ class GradeTrainer:
     @property
     def samples(self) -> int:
         """Completions of the policy that the run has drawn so far."""
-        return self.state.global_step * self.config.microbatches * self.config.batch_completions
+        return self.state.global_step * self.config.step_completions
 
     def passes(self, steps: int) -> float:
         """Passes over the prompts in so many steps."""
-        return steps * self.config.microbatches * self.config.batch_prompts / self.rows
+        return steps * self.config.step_prompts / self.rows
 
     def _evaluate(self) -> bool:
         """Evaluate; whether the metric of the best model has improved."""

@@ -38,6 +38,7 @@ from grade.gradients.policy_gradient import (
     StepContext,
     penalised,
     scored_rewards,
+    scores_of,
 )
 from grade.gradients.tilt import Agreement, fit_values, gradient_values
 from grade.models.scoring import token_kl
@@ -132,7 +133,7 @@ class TiltLearner(Learner):
             objective.require_gradient(self.config.then)
         fits, other = self._phase(context.step)
         if not fits:
-            return self._other(self._repeated(microbatches), objective, context)
+            return self._other(microbatches, objective, context)
         fresh = list(self.sampled(microbatches))
         if other:
             parts = self._other(fresh, objective, context)
@@ -168,25 +169,22 @@ class TiltLearner(Learner):
         self.figures, self.means = self.second.figures, self.second.means
         return parts
 
-    def _repeated(self, microbatches: Iterable[Microbatch]) -> Iterable[Microbatch]:
-        """Each prompt as often as it had completions, for a method that samples one of each."""
-        times = self.config.group // self.second.config.group
-        for one in microbatches:
-            yield one if isinstance(one, Completions) else (one[0].repeat(times), one[1])
-
     @torch.no_grad()
     def _scored(self, completions: Completions, objective: Objective) -> GradientStep:
         prompts, ids, mask = completions.text
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
         kl = token_kl(self.backbone, self.hidden(prompts, ids), self.reference(prompts, ids), mask)
         loss = -penalised(reward, kl, mask, objective.beta).nanmean().nan_to_num(0.0)
-        return GradientStep(ids, mask, reward, kl, loss)
+        return GradientStep(ids, mask, reward, kl, loss, scores=scores_of(objective))
 
     def _remember(self, parts: Sequence[GradientStep], context: StepContext) -> None:
         """Add completions of all processes; those are also a test of the values fitted before."""
         rows = [(part.completion_ids.cpu(), part.completion_mask.cpu(), part.reward.double().cpu()) for part in parts]
         rows = context.gather(rows)
-        rows = [row for number in range(len(parts)) for row in rows[number :: len(parts)]]  # as one process has them
+        number = len(parts)
+        together = max(1, self.config.group // len(parts[0].reward))  # microbatches that share a prompt
+        starts = [start + i for start in range(0, number, together) for i in range(0, len(rows), number)]
+        rows = [row for start in starts for row in rows[start : start + together]]  # as one process has them
         missing = [(0, self.ids.shape[1] - ids.shape[1]) for ids, _, _ in rows]
         ids, mask = (torch.cat([F.pad(row[i], pad) for row, pad in zip(rows, missing, strict=True)]) for i in (0, 1))
         rewards = torch.cat([row[2] for row in rows])

@@ -127,7 +127,7 @@ def test_ppo_without_whitening_is_unbiased_where_every_completion_has_the_same_l
 
 
 def sampled(backbone, own, n=4, seed=3):
-    return own.sample(prompt(n), torch.Generator().manual_seed(seed))
+    return own.sample(prompt(n).repeat(own.config.group), torch.Generator().manual_seed(seed))
 
 
 def test_one_pass_and_scoring_first_give_one_gradient():
@@ -217,8 +217,7 @@ def test_logits_of_all_positions_never_exist_and_layer_checkpointing_changes_not
     for checkpointing in (False, True):
         own = learner(backbone, method, max_completion_length=9, min_completion_length=9,
                       gradient_checkpointing=checkpointing)  # fmt: skip
-        many = PromptBatch(prompt(2).ids.repeat(4, 1), prompt(2).mask.repeat(4, 1))
-        many = many if own.config.group == 2 else PromptBatch(many.ids.repeat(2, 1), many.mask.repeat(2, 1))
+        many = PromptBatch(prompt(2).ids.repeat(8, 1), prompt(2).mask.repeat(8, 1))
         batch = own.sample(many, torch.Generator().manual_seed(0))
         backbone.zero_grad(set_to_none=True)
         with Widest():

@@ -165,6 +165,7 @@ def test_a_policy_gradient_of_a_padded_batch_is_the_mean_over_prompts_in_any_ord
     mixed = [random.sample(group, len(group)) for group in random.sample(prompts, len(prompts))]
     if "minibatches" not in name:  # which take other rows then
         assert_equal(together, run([batch(flat(mixed))]))
+        assert_equal(together, run([batch([row]) for row in flat(prompts)]))  # a prompt's completions apart
 
 
 # --- samples ---

@@ -17,12 +17,27 @@ def test_the_spread_of_rewards_is_that_of_the_completions_themselves():
     assert [float(buffer.figures[name][0]) for name in ("reward", "reward_std")] == [2, 1]
 
 
+def test_completions_that_did_not_end_and_groups_of_equal_rewards(caplog):
+    buffer = LogBuffer(ends=(7,))
+    ids = torch.tensor([[1, 7, 7], [1, 2, 7], [1, 2, 3], [7, 1, 1]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]])  # the second was cut where the batch was longer
+    buffer.add_step(GradientStep(ids, mask, torch.ones(4), torch.zeros(4, 3), torch.tensor(0.0)), make_prompts(4))
+    buffer.add_groups(torch.tensor([[1.0, 1.0 + 1e-7], [1.0, 2.0], [torch.nan, 3.0], [0.0, 0.0]]))
+    assert not caplog.records
+    for _ in range(2):
+        buffer.add_groups(torch.ones(2, 2))
+    figures = {name: [float(value) for value in values] for name, values in buffer.figures.items()}
+    assert figures["completions/clipped_ratio"] == [0.5] and figures["frac_reward_zero_std"] == [0.75, 1.0, 1.0]
+    assert len(caplog.records) == 1 and "nothing to learn" in caplog.text
+
+
 def test_a_checkpoint_keeps_what_the_next_row_of_the_log_is_of():
     """Figures and completions, as JSON."""
     tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     buffer, again, ones = LogBuffer(tokenizer), LogBuffer(tokenizer), torch.ones(2, 3, dtype=torch.long)
-    step = GradientStep(ones, ones, torch.tensor([1.0, 3.0]), torch.zeros(2, 3), torch.tensor(0.0))
-    buffer.add_step(step, make_prompts(2), Scores({"length": torch.tensor([1.0, 3.0])}))
+    scores = Scores({"length": torch.tensor([1.0, 3.0])})
+    step = GradientStep(ones, ones, torch.tensor([1.0, 3.0]), torch.zeros(2, 3), torch.tensor(0.0), scores=scores)
+    buffer.add_step(step, make_prompts(2))
     again.restore(json.loads(json.dumps(buffer.state())))
     assert len(again.rows) == 2 and again.rows == buffer.rows
     assert again.figures == buffer.figures

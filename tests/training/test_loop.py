@@ -134,6 +134,26 @@ def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
         assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
 
 
+@pytest.mark.parametrize("method", ["rloo", "reinforce", "remax", "tilt"])
+def test_completions_of_a_prompt_may_lie_in_several_microbatches(base, tmp_path, method):
+    """Two prompts of four completions, two at a time: as many as a microbatch of eight has, of the same prompts."""
+    prompts = []
+
+    def reward(prompts, completions, **_):
+        asked.extend(prompts)
+        return length(completions)
+
+    for sizes in ((8, 1), (2, 4)):
+        asked = []
+        changes = dict(method=method, per_device_train_batch_size=sizes[0], gradient_accumulation_steps=sizes[1])
+        made = trainer(base, tmp_path / str(sizes[0]), reward, **changes)
+        made.train()
+        samples = [row["num_samples"] for row in made.state.log_history if "loss" in row]
+        prompts.append([asked[: len(asked) // 2], asked[len(asked) // 2 :]])  # of each step
+    assert samples == ([10, 20] if method == "remax" else [8, 16])
+    assert sorted(map(sorted, prompts[0])) == sorted(map(sorted, prompts[1]))
+
+
 def test_early_stopping_and_the_best_model(base, tmp_path):
     def train(resume=None):
         made = trainer(

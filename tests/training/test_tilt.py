@@ -171,7 +171,7 @@ def test_completions_without_a_reward_are_left_out(share, tmp_path):
     assert kl == pytest.approx(1.0, rel=0.1) if share < 1 else kl == 0 and not task.backbone.token_bias.any()
 
 
-@pytest.mark.parametrize("kind", ["values alone", "gradient"])
+@pytest.mark.parametrize("kind", ["values alone", "gradient", "groups over two microbatches"])
 def test_two_processes_have_the_values_of_one(kind):
     task = toy_task()
     policy = task.backbone
@@ -181,15 +181,19 @@ def test_two_processes_have_the_values_of_one(kind):
     for number in range(4):
         own = prompts[4 * number : 4 * number + 4].repeat(4)
         parts.append(Completions(own, *generate(policy, own, T, torch.Generator().manual_seed(number))))
+    first, second = parts[::2], parts[1::2]
+    if kind.startswith("groups"):
+        parts = [part[start : start + 2] for part in parts for start in range(0, 16, 2)]
+        first, second = ([part for i, part in enumerate(parts) if i // 2 % 2 == rank] for rank in range(2))
     config = Config("", method="tilt", target_kl=1.0, max_steps=2, num_generations=4, max_completion_length=T)
 
     def values(own, gather, total):
         learner = TiltLearner(config, policy)
-        learner.step(own, Objective(rewards, 0.0), StepContext(4, lambda: None, total, gather))
+        learner.step(own, Objective(rewards, 0.0), StepContext(len(parts), lambda: None, total, gather))
         return learner.values
 
     rows, sums = [], []
-    values(parts[1::2], lambda each: rows.extend(each) or each, lambda each: sums.append(each) or each)
-    both = values(parts[::2], lambda each: each + rows, lambda each: each + sums[0])
+    values(second, lambda each: rows.extend(each) or each, lambda each: sums.append(each) or each)
+    both = values(first, lambda each: each + rows, lambda each: each + sums[0])
     one = values(parts, lambda each: each, lambda each: each)
     assert torch.allclose(both, one, rtol=1e-5, atol=1e-7) and one.any()
