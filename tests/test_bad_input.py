@@ -58,7 +58,11 @@ SETTINGS = [
     ("--num_generations 3", "num_generations: got 3; allowed: a divisor of per_device_train_batch_size = 4"),
     ("--num_generations 1", "num_generations: got 1"), ("--min_completion_length 9", "at most max_completion_length"),
     ("--method ppo --num_generations 1 --minibatches 3", "minibatches: got 3; allowed: a divisor"),
-    ("--method ste --num_generations 1", "only"), ("--truncation middle", "truncation: got 'middle'"),
+    ("--method ste --num_generations 1", "only"),
+    ("--method ste --gumbel_topk 1", "gumbel_topk: got 1; allowed: 0 (the full vocabulary) or at least 2"),
+    ("--num_generations 6 --gradient_accumulation_steps 2", "num_generations: got 6; allowed: a divisor of"),
+    ("--num_generations 8 --gradient_accumulation_steps 3", "that divides the 12 completions of a process's step"),
+    ("--truncation middle", "truncation: got 'middle'"),
     ("--config nowhere.yaml", "nowhere.yaml"), ("--config list.yaml", "list.yaml: got [1, 2]; allowed: a mapping"),
     ("--config broken.yaml", "broken.yaml"), ("--config wrong.yaml", "wrong.yaml: beta: got 'much'"),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt
 from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.engines import make_engine
-from grade.gradients.estimators import RelaxationConfig, Support, tau_at
+from grade.gradients.estimators import RelaxationConfig, Support, SupportSize, tau_at
 from grade.gradients.methods import RELAXED, Tau
 from grade.gradients.objective import Engine, GradientStep, Objective
 from grade.gradients.policy_gradient import Learner, Microbatch, StepContext
@@ -21,7 +21,7 @@ from grade.gradients.policy_gradient import Learner, Microbatch, StepContext
 class RelaxedSettings(Config):
     """Settings of methods that relax tokens; see `grade.gradients.estimators`."""
 
-    gumbel_topk: NonNegativeInt = Field(64, description="size K of a token's support; 0 = the full vocabulary")
+    gumbel_topk: SupportSize = Field(64, description="size K of a token's support; 0 = the full vocabulary")
     support: Support = Field("perturbed_top_k", description="top_k, or perturbed_top_k: exact samples for any K")
     tau_start: Tau = Field(2.0, description="Gumbel temperature at the first step")
     tau_end: Tau | None = Field(None, description="Gumbel temperature after annealing; null: tau_start")

@@ -110,10 +110,16 @@ class FrozenBase(nn.Module):
 
     def outputs(self, inputs_embeds: Tensor, mask: Tensor, **options: Any) -> Any:
         """What transformers' decoder returns for a pass over embeddings [B, L, D]; the mask [B, L] is 0 at padding."""
+        self._keep_still()
         options = {"use_cache": False} | options
         if self._takes_positions:
             options["position_ids"] = position_ids(mask)[:, -inputs_embeds.shape[1] :]
         return self.decoder(inputs_embeds=inputs_embeds, attention_mask=mask, **options)
+
+    def _keep_still(self) -> None:
+        """Back to eval mode if somebody has called ``train()``, which brings back dropout and the noise of routers."""
+        if self.embedding.training:
+            self.model.eval()
 
     def hidden(self, inputs_embeds: Tensor, mask: Tensor) -> Tensor:
         """Last hidden states [B, L, D] (after the final norm) of all positions, as in `outputs`."""
@@ -155,6 +161,7 @@ class FrozenBase(nn.Module):
         if not enabled:
             yield
             return
+        self._keep_still()
         model = self.model  # the names of transformers >= 5.20, else the older ones
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable

@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    MixtralConfig,
     OPTConfig,
     PhiConfig,
     Qwen3Config,
@@ -76,6 +77,21 @@ def test_replay_equals_the_unrolled_graph(family):
         grads.append(torch.cat([p.grad.flatten() for p in family.trainable_parameters()]))
     bound = 1e-6 if family.dtype == torch.float64 else 1e-4  # float32 rounding, amplified by the soft feedback
     assert (grads[1] - grads[0]).norm() <= bound * grads[0].norm()
+
+
+@pytest.mark.parametrize("config", [
+    tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5), GPTNeoXConfig(**COMMON, hidden_dropout=0.5, attention_dropout=0.5),
+    MixtralConfig(**GROUPED, num_local_experts=4, router_jitter_noise=0.5, attention_dropout=0.5),
+], ids=lambda config: config.model_type)  # fmt: skip
+def test_a_base_that_was_put_into_training_mode_has_neither_dropout_nor_a_routers_noise(config):
+    backbone = make_backbone(config)
+    embeds, mask = torch.randn(2, 6, backbone.hidden_size, dtype=backbone.dtype), torch.ones(2, 6, dtype=torch.long)
+    want = backbone.hidden(embeds, mask)
+    for checkpointed in (False, True):
+        backbone.peft.train()
+        with backbone.checkpointed_layers(checkpointed):
+            assert any(module.training for module in backbone.model.modules()) or not checkpointed
+            torch.testing.assert_close(backbone.hidden(embeds, mask), want)
 
 
 def test_soft_one_hot_embedding_is_the_tokens_own(family):
