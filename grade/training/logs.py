@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -23,7 +24,7 @@ from grade.gradients.losses import relative
 from grade.gradients.objective import GradientStep, sequence_mean
 from grade.models.prompts import PromptBatch, decode
 from grade.models.sampling import is_eos
-from grade.results import timeless
+from grade.results import is_timed, timeless, write_history
 from grade.training.evaluate import MEANS, Evaluation
 
 logger = logging.getLogger(__name__)
@@ -155,6 +156,13 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         table[logged["step"]] = table.get(logged["step"], {}) | row
     return [table[step] for step in sorted(table)]
+
+
+def write_log(folder: str | Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows as ``history.csv``, with their times in ``timings.csv``."""
+    for file, timed in (("history.csv", False), ("timings.csv", True)):
+        parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in rows]
+        write_history(Path(folder) / file, parts)
 
 
 class Lines(ProgressCallback):

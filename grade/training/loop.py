@@ -49,7 +49,8 @@ from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.kl_budget import BatchKL, KLSteering
 from grade.training.load import make_policy, place_policy
-from grade.training.logs import Lines, LogBuffer
+from grade.training.logs import Lines, LogBuffer, history_rows, write_log
+from grade.training.order import Order
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -159,7 +160,7 @@ class GradeTrainer:
         )
         self.evaluations: dict[int, Evaluation] = {}
         self.seconds = 0.0
-        self._orders: list[Sequence[int]] = []  # of the rows, in every pass
+        self.order = Order(self.rows, config)
         self.optimizer, self.lr_scheduler = optimizers
         self._make_optimizer()
         self.control, self.state = TrainerControl(), TrainerState()
@@ -227,19 +228,6 @@ class GradeTrainer:
         """Rows of a dataset as prompts."""
         return encode_examples(self.backbone.tokenizer, rows, **self.config.reading).to(self.backbone.device)
 
-    def row_numbers(self, step: int, number: int) -> list[int]:
-        """Rows of the prompts in microbatch ``number`` of a step from 1: shuffled passes over all rows."""
-        batch, group = self.config.per_device_train_batch_size, self.config.group
-        start, size = ((step - 1) * self.config.microbatches + number) * batch // group, max(1, batch // group)
-        while len(self._orders) * self.rows < start + size:
-            if not self.config.shuffle_dataset:
-                self._orders.append(range(self.rows))
-                continue
-            if not self._orders:
-                self._shuffler = np.random.default_rng([self.config.seed, 1])
-            self._orders.append(self._shuffler.permutation(self.rows).tolist())
-        return [self._orders[i // self.rows][i % self.rows] for i in range(start, start + size)]
-
     # ---- a step ----
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
         """Train, or continue from a checkpoint's folder; True: the newest one of ``output_dir``."""
@@ -258,6 +246,8 @@ class GradeTrainer:
             best = Path(self.state.best_model_checkpoint).name
             self.choose("policy", f"that of {best}, whose {self.config.metric_for_best_model} is the best")
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if self.config.save_strategy != "no" and self.config.process_index == 0:
+            write_log(self.config.output_dir, history_rows(self.state.log_history))
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else math.nan, {})
 
@@ -295,7 +285,7 @@ class GradeTrainer:
         self.rewards.trainer_state = self.state
         if self.steering is not None:
             self.steering.before_step()
-        microbatches = [self._microbatch(step, number) for number in self._numbers()]
+        microbatches = [self._microbatch(step, number) for number in self.order.microbatches()]
         context = StepContext(config.microbatches, self._update, self._sum, gather_object, step - 1)
         parts = self.method.step(microbatches, self.objective, context)
         self._note(parts, microbatches)
@@ -321,18 +311,11 @@ class GradeTrainer:
         """The policy as PEFT's model; without an adapter its base."""
         return self.backbone.peft or self.backbone.model
 
-    def _numbers(self) -> list[int]:
-        """Numbers of this process's microbatches in a step: those that share a prompt follow each other."""
-        config = self.config
-        together = max(1, config.group // config.per_device_train_batch_size)
-        starts = range(config.process_index * together, config.microbatches, config.world_size * together)
-        return [start + number for start in starts for number in range(together)]
-
     def _microbatch(self, step: int, number: int) -> Microbatch:
         """A prompt for each completion of a microbatch, with the generator for them, or the completions."""
         seed = np.random.SeedSequence([self.config.seed, step, number]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        rows = self.row_numbers(step, number)
+        rows = self.order.prompts(step, number)
         prompts = self.encode([self.train_dataset[i] for i in rows])
         prompts = prompts.repeat(self.config.per_device_train_batch_size // len(rows))
         if self.sampler is None:

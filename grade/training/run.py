@@ -25,14 +25,14 @@ from grade.files import atomic, write_json
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.models.token_bias import BIAS_FILE
-from grade.results import is_timed, peak_memory, write_history, write_results
+from grade.results import peak_memory, write_results
 from grade.stats import Estimate
 from grade.training.card import model_card
 from grade.training.checkpoint import OPTIMIZER_FILE
 from grade.training.evaluate import Evaluation
 from grade.training.folder import Resume, beginning, clear, finish
 from grade.training.load import Prompts, Task, load_task
-from grade.training.logs import Lines, history_rows
+from grade.training.logs import Lines, history_rows, write_log
 from grade.training.loop import GradeTrainer
 
 if TYPE_CHECKING:
@@ -167,9 +167,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         for other in others.values():
             step = other.name.removeprefix("checkpoint-")
             _copy(other, checkpoints / f"step-{step}", [*ADAPTER_FILES, BIAS_FILE, BASE_FILE, OPTIMIZER_FILE])
-    for file, timed in (("history.csv", False), ("timings.csv", True)):
-        parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
-        write_history(output / file, parts)
+    write_log(output, result.history)
     write_json(output / "samples.json", _samples(config, result))
     write_results(output / "metrics.json", run_metrics(config, result, task.backbone))
 
