@@ -76,8 +76,8 @@ def test_a_notebooks_parameters_are_the_settings_defaults(experiment):
 @pytest.mark.parametrize("profile", profiles(ROOT))
 def test_every_profile_gives_only_parameters_that_the_notebook_has(profile):
     suite = profile_values(ROOT, profile, "suite")
-    for study in suite["studies"]:
-        check_parameters(ROOT / "notebooks" / f"{study}.ipynb", profile_values(ROOT, profile, study))
+    for path in NOTEBOOKS:
+        check_parameters(path, profile_values(ROOT, profile, path.stem))
     for key, experiment in (suite["alone"] | suite["experiments"]).items():
         values = profile_values(ROOT, profile, key)
         settings_of(experiment).parse(values, f"{profile}/{key}.yaml")

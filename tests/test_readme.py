@@ -161,6 +161,7 @@ FIGURES = [
     ("docs/methods.md", "measures {} nats per token", "exp6", "parity/kl_at_init_misaligned", ".1f"),
     ("docs/memory.md", "traces to {} GiB. It", "exp4", "exp4/bf16_peak_gib", ".3g"),
     ("docs/memory.md", "leaves {} GiB", "exp4", "exp4/bf16_checkpointed_peak_gib", ".3g"),
+    ("docs/memory.md", "`replay` needs {} GiB", "exp4", "exp4/document_replay_peak_gib", ".3g"),
     ("docs/memory.md", "the step takes {} GiB", "exp4", "exp4/replay_peak_gib", ".3g"),
     ("docs/memory.md", "of which {} GiB", "exp4", "exp4/replay_step_gib", ".3g"),
     ("docs/memory.md", "needs {} instead of", "exp4", "exp4/replay_tflop", ".3g"),

@@ -5,16 +5,14 @@ marks and line styles repeat what colour says. Every function takes tidy frames 
 standard error or a fitted exponent. Saving is left to the caller.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import matplotlib as mpl
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from grade.errors import InputError
@@ -29,20 +27,11 @@ _COLORS = {
     "rloo": "#222222", "grpo": "#6A3D9A", "ppo": "#8C510A", "reinforce": "#7F7F7F", "remax": "#B8860B",
     # engines
     "replay": "#332288", "unrolled": "#666666", "checkpointed": "#882255",
-    # what a byte is for: what a step adds is warm or dark, what is always there is grey or green
-    "weights": "#BBBBBB", "adapter": "#88CCEE", "gradients": "#44AA99", "optimizer": "#117733",
-    "activations": "#D55E00", "logits": "#CC79A7", "kv cache": "#332288", "rollout": "#0072B2", "temporary": "#DDCC77",
-    "gathered": "#999933", "in transit": "#E5E5C0",
-    # phases of a step that are no category as well
-    "forward": "#D55E00", "reference": "#888888", "reward": "#CC79A7", "scoring": "#CC79A7", "backward": "#332288",
     # what is no method: a reference line, what is left over, text on a figure
     "neutral": "#9AA5B1", "line": "#888888", "text": "#444444", "good": "#0072B2", "bad": "#D55E00",
 }  # fmt: skip
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
 """Colours in order, for series that have no name of their own."""
-GIB = 2**30
-UNITS = {"GiB": GIB, "GB": 10**9}
-"""Bytes of a binary and of a decimal gigabyte."""
 _MARKERS = dict(zip(
     ("ste", "gumbel", "gumbel_rao", "reinmax", "st", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
      "rloo", "grpo", "ppo", "reinforce", "remax", "replay", "unrolled", "checkpointed", "auto", "tilt"),
@@ -70,7 +59,7 @@ _STYLE = {
 
 
 def color(name: str) -> str:
-    """The one colour of a method, engine, category, phase or role.
+    """The one colour of a method, engine or role.
 
     A setting of a method has the method's: ``gumbel_rao_m8_tau1`` is ``gumbel_rao``.
 
@@ -152,49 +141,3 @@ def panels(
         lines += -(-len(texts) // columns)
     figure.set_figheight(figure.get_figheight() + 0.25 * lines)
     return grid
-
-
-def categories_figure(
-    table: pd.DataFrame, title: str, labels: Mapping[str, str] | None = None, unit: str = "GiB",
-    budget: int | None = None,
-) -> Figure:  # fmt: skip
-    """One stacked bar for each configuration: bytes at the peak by category, in ``GiB`` or (decimal) ``GB``.
-
-    Columns configuration, category and bytes; configurations are drawn from top to bottom, under the names of
-    ``labels``. Categories under 0.5 % of the largest peak have no name. A line stands at ``budget`` bytes.
-    """
-    wide = table.pivot_table("bytes", "configuration", "category", "sum", fill_value=0, sort=False) / UNITS[unit]
-    totals = wide.sum(axis=1)
-    colors = [color(category) for category in wide]
-    hidden = {name: f"_{name}" for name in wide if wide[name].max() <= 0.005 * totals.max()}
-    fig, ax = plt.subplots(figsize=(9, 1.6 + 0.32 * len(wide)))
-    wide = wide.rename(index=labels or {}, columns=hidden)
-    wide.plot.barh(stacked=True, ax=ax, color=colors, width=0.7, legend=False)
-    ax.bar_label(ax.containers[-1], [f"{x:.1f}" if x >= 10 else f"{x:.2f}" for x in totals], padding=4, fontsize=9)
-    if budget is not None:
-        ax.axvline(budget / UNITS[unit], color=color("text"), linestyle="--", linewidth=1)
-        where = budget / UNITS[unit], len(wide) - 0.6
-        ax.annotate(f"{budget / UNITS[unit]:.0f} {unit} ", where, ha="right", fontsize=9)
-    ax.invert_yaxis()
-    ax.margins(x=0.1)
-    ax.grid(False, axis="y")
-    ax.set(title=title, xlabel=f"bytes at the peak, {unit} (traced)", ylabel="")
-    fig.legend(loc="outside lower center", ncols=6)  # of the figure: the axes may be narrow beside long names
-    return fig
-
-
-def timelines_figure(table: pd.DataFrame, titles: Sequence[str], unit: str = "GiB", title: str = "") -> Figure:
-    """Live bytes over the allocations of one step of each configuration, phases in their colours; equal axes from 0."""
-    fig, axes = plt.subplots(1, len(titles), figsize=(9, 3.8), sharey=True)
-    for ax, name, (_, rows) in zip(axes, titles, table.groupby("configuration", sort=False), strict=True):
-        live = rows.bytes.to_numpy() / UNITS[unit]
-        for phase in rows.phase.unique():
-            own = np.where(rows.phase == phase, live, np.nan)
-            ax.plot(own, color=color(phase), label=phase, linewidth=1.2)
-        ax.set(title=name, xlabel="one optimizer step, in order of its allocations", ylim=(0, None))
-        ax.set_xticks([])  # places in a step, of which long ones are thinned out
-        ax.legend()
-    axes[0].set_ylabel(f"live bytes, {unit} (traced)")
-    if title:
-        fig.suptitle(title, x=0.01, ha="left", fontsize=12)
-    return fig

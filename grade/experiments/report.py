@@ -16,13 +16,14 @@ from grade.experiments.claims import Claim, read_claims, verdict_counts
 from grade.results import read_metrics
 
 FILE = Path(__file__).with_suffix(".yaml")
+STAGES = ("tutorial", "your_own_task", "exp4")
+"""Notebooks with a stage of their own in every profile, which no ``suite.yaml`` lists."""
 
 
 def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> str:
-    """The page as Markdown, of experiments by key (a folder below ``outputs``) with their notebooks' names."""
+    """The page as Markdown, of `STAGES` and of experiments by key (a folder below ``outputs``) with their notebooks."""
     outputs = Path(outputs)
-    shown = {"tutorial": "tutorial", "your_own_task": "your_own_task", **notebooks}
-    links = [f"- [{key}]({key}/{name}.ipynb)" for key, name in shown.items()
+    links = [f"- [{key}]({key}/{name}.ipynb)" for key, name in _with_stages(notebooks).items()
              if (outputs / key / f"{name}.ipynb").is_file()]  # fmt: skip
     claims = join_claims(outputs, notebooks)
     heading = "## The documents' claims\n\nEvery claim with its figure: [claims.md](claims.md).\n\n"
@@ -41,12 +42,16 @@ def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> s
 
 
 def join_claims(outputs: str | Path, notebooks: Mapping[str, str]) -> list[Claim]:
-    """The verdicts of a profile's experiments, by document.
+    """The verdicts of `STAGES` and of a profile's experiments, by document.
 
     Of a notebook that runs in several settings the one with its own name counts: one verdict for each claim.
     """
-    files = [Path(outputs) / key / "claims.csv" for key, notebook in notebooks.items() if key == notebook]
+    files = [Path(outputs) / key / "claims.csv" for key, notebook in _with_stages(notebooks).items() if key == notebook]
     return sorted((c for file in files if file.is_file() for c in read_claims(file)), key=lambda claim: claim.seed)
+
+
+def _with_stages(notebooks: Mapping[str, str]) -> dict[str, str]:
+    return {name: name for name in STAGES} | dict(notebooks)
 
 
 def _metrics(outputs: Path, folder: str) -> dict[str, Any]:

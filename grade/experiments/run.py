@@ -17,21 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import matplotlib.pyplot as plt
-import pandas as pd
-import PIL.Image
-from IPython.display import Image, Markdown, display
+from IPython.display import Markdown, display
 from matplotlib.figure import Figure
 
 from grade.config_files import read_values
 from grade.errors import InputError
-from grade.experiments.claims import Claim, claims_table, write_claims
+from grade.experiments.claims import Claim, write_claims
+from grade.experiments.findings import save_figure, show_claims
 from grade.experiments.measured import Tables, write_environment, write_table
 from grade.pipeline.profiles import profile_values
 from grade.results import write_metrics
 
-COLORS = 128
-"""Of a picture: enough for curves and text."""
 TOY = "Toy sizes: every figure below shows that the code runs, and means nothing else."
 
 
@@ -66,16 +62,10 @@ class Run:
         """Save a figure as ``figures/<name>.png`` and show it.
 
         One of times is saved below ``timings`` and shown as a link to that file, so that the executed notebook stays
-        the same when times differ. A picture has `COLORS` at most, which makes it three times smaller.
+        the same when times differ.
         """
-        place = self.folder / ("timings" if timed else "figures") / f"{name}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(place)
-        with PIL.Image.open(place) as picture:
-            picture.convert("RGB").quantize(COLORS).save(place, optimize=True)
-        shown = Image(place, width=int(100 * figure.get_figwidth()))
+        shown = save_figure(figure, self.folder / ("timings" if timed else "figures") / f"{name}.png")
         display(Markdown(f"![{name}](timings/{name}.png)") if timed and _executed() else shown)
-        plt.close(figure)
 
     def show_timed(self, table: Any, name: str) -> None:
         """Show a table of times; in an executed notebook a link to ``timings/<name>.csv`` stands in its place."""
@@ -89,10 +79,7 @@ class Run:
         if self.toy:
             display(Markdown("No verdicts: these are toy sizes."))
             return
-        table = claims_table([claim.without_times() if _executed() else claim for claim in claims])
-        with pd.option_context("display.max_colwidth", None, "display.max_rows", None):
-            display(table)
-            display(table.verdict.value_counts())
+        show_claims([claim.without_times() if _executed() else claim for claim in claims])
 
     def finish(
         self, metrics: Mapping[str, Any], timed: Mapping[str, Any] | None = None, claims: Iterable[Claim] = ()

@@ -1,31 +1,25 @@
-"""What experiments on traced steps share: tables of traces, bytes kept, a GRPO update."""
+"""What experiments on traced steps share: bytes kept, a GRPO update."""
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from multiprocessing import get_context
 from typing import Literal, TypeVar
 
-import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from grade.gradients.losses import clipped_surrogate
 from grade.memory.models import build_backbone, model_config, with_layers
-from grade.memory.records import CATEGORIES
 from grade.memory.settings import Microbatch, TracedConfig, generator_on
 from grade.memory.shapes import ModelShape
-from grade.memory.trace import Trace, trace
+from grade.memory.trace import Trace
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty, token_logps
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 
-MOST_POINTS = 1000
-"""Points of a timeline: as many as a figure of its width can show."""
 _BETA = 0.005
 """Weight of KL in `PolicyStepConfig`."""
 
@@ -42,41 +36,6 @@ def shape_of(name: str) -> ModelShape:
         tied=bool(config.tie_word_embeddings), context=getattr(config, "max_position_embeddings", 0),
         qkv_bias=config.model_type == "qwen2", qk_norm=config.model_type == "qwen3",
     )  # fmt: skip
-
-
-def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[str, Trace]:
-    """Trace many steps by name, in parallel processes if asked, which pays off for models of billions of parameters."""
-    if processes == 1:
-        return {name: trace(config) for name, config in configs.items()}
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imported once, however many processes and calls there are
-    # Exempt imported modules from garbage collection: searching them for cycles is a tenth of a trace's time.
-    with ProcessPoolExecutor(processes, context, gc.freeze) as pool:
-        return dict(zip(configs, pool.map(trace, configs.values()), strict=True))
-
-
-def categories_table(traces: Mapping[str, Trace]) -> pd.DataFrame:
-    """Bytes at the peak: columns configuration, category, bytes, in the order of the traces and of `CATEGORIES`."""
-    rows = [(name, category, trace.categories[category]) for name, trace in traces.items() for category in CATEGORIES]
-    return pd.DataFrame(rows, columns=["configuration", "category", "bytes"])
-
-
-def timelines_table(traces: Mapping[str, Trace]) -> pd.DataFrame:
-    """Live bytes after each allocation: columns configuration, phase, bytes.
-
-    Where a step has more allocations than `MOST_POINTS`, the largest of each run of neighbours of one phase. All layers
-    must have been traced: an extrapolated timeline would show less than its peak.
-    """
-    tables = []
-    for name, traced in traces.items():
-        if traced.traced_layers < traced.layers:
-            raise ValueError(f"the trace of {name!r} is extrapolated from {traced.traced_layers} layers")
-        table = pd.DataFrame(traced.timeline, columns=["phase", "bytes"])
-        run = (table.phase != table.phase.shift()).cumsum() * len(table)  # runs of one phase are kept apart
-        place = table.groupby(run).cumcount() // -(-len(table) // MOST_POINTS)
-        thin = table.groupby([run, place], sort=False, as_index=False).agg({"phase": "first", "bytes": "max"})
-        tables.append(thin.assign(configuration=name)[["configuration", "phase", "bytes"]])
-    return pd.concat(tables, ignore_index=True)
 
 
 def saved_bytes(fn: Callable[[], object], exclude: Iterable[Tensor] = ()) -> int:

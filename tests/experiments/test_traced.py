@@ -1,15 +1,20 @@
-"""What experiments on traced steps share: tables and a GRPO update by hand arithmetic, closed forms, and real steps."""
+"""What experiments on traced steps share: a GRPO update by hand arithmetic, closed forms, and real steps."""
 
 import pytest
 import torch
 
 from grade.experiments.bench import measure
 from grade.experiments.caching.measure.tables import OPTIONS, CachingConfig, layer_inventory
-from grade.experiments.formulas import layer_activation_bytes, lora_parameters, parameter_count, rows_bytes
-from grade.experiments.traced import PolicyStepConfig, shape_of, timelines_table, zero3_share
+from grade.experiments.formulas import (
+    layer_activation_bytes,
+    lora_parameters,
+    parameter_count,
+    rows_bytes,
+    token_forwards_uncached,
+)
+from grade.experiments.traced import PolicyStepConfig, shape_of, zero3_share
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES
-from grade.memory.settings import StepConfig
 from grade.memory.shapes import SHAPES
 from grade.memory.step import build, make_step
 from grade.memory.trace import Trace, trace, trace_layers
@@ -19,14 +24,9 @@ CODER = dict(model="qwen2.5-coder-3b", batch_size=2, prompt_tokens=32, max_new_t
 SHAPE = SHAPES["qwen2.5-3b"]
 
 
-def test_the_timeline_of_an_extrapolated_trace_is_refused():
-    with pytest.raises(ValueError, match="'deep' is extrapolated from 3"):
-        timelines_table({"deep": Trace({}, [], [("forward", 1)], layers=5, traced_layers=3, flops=0, seconds=0.0)})
-
-
-def test_a_timeline_of_all_layers_reaches_the_peak():
-    whole = trace(StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=2, gumbel_topk=8), all_layers=True)
-    assert timelines_table({"tiny": whole})["bytes"].max() == whole.peak
+def test_the_re_running_loop_reads_every_prefix_again():
+    assert token_forwards_uncached(32, 48) == 2664  # sum_{t<48} (32 + t) = 48 * 32 + 48 * 47 / 2
+    assert token_forwards_uncached(32, 32) == 1520
 
 
 STEPS = [

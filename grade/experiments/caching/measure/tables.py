@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from grade.config import Config
 from grade.experiments.measured import Size
 from grade.experiments.setting import TRAINED_RUN, load_policy, text_sequences
-from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table, trace_all
+from grade.experiments.traced import PolicyStepConfig
 from grade.memory.models import model_config, with_layers
 from grade.memory.settings import Microbatch, TracedConfig, generator_on
+from grade.memory.tables import categories_table, timelines_table
 from grade.memory.trace import Trace, trace, trace_layers
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
@@ -86,7 +87,8 @@ class Settings(Config):
     def traces(self) -> dict[str, Trace]:
         """Traces of all options, and of `COPY`."""
         configs = {option: self.config(option=option) for option in OPTIONS}
-        return trace_all(configs | {COPY: self.config(option="selected", base_copies=2)})
+        configs[COPY] = self.config(option="selected", base_copies=2)
+        return {name: trace(config) for name, config in configs.items()}
 
     @cached_property
     def policy(self) -> tuple[Backbone, PromptBatch, Tensor]:

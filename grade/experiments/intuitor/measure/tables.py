@@ -15,15 +15,9 @@ from grade.config import Config
 from grade.experiments.formulas import parameter_count, rows_bytes
 from grade.experiments.measured import Several, Size
 from grade.experiments.setting import load_policy, text_sequences
-from grade.experiments.traced import (
-    PolicyStepConfig,
-    categories_table,
-    shape_of,
-    timelines_table,
-    trace_all,
-    zero3_share,
-)
+from grade.experiments.traced import PolicyStepConfig, shape_of, zero3_share
 from grade.memory.plan import largest_batch
+from grade.memory.tables import categories_table, timelines_table
 from grade.memory.trace import Trace, trace
 from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty
@@ -86,8 +80,7 @@ class Settings(Config):
     @cached_property
     def traces(self) -> dict[tuple[int, str], Trace]:
         """One GPU's share of each update."""
-        whole = trace_all(self.configs)
-        return {key: zero3_share(whole[key], config, GPUS) for key, config in self.configs.items()}
+        return {key: zero3_share(trace(config), config, GPUS) for key, config in self.configs.items()}
 
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:

@@ -28,8 +28,8 @@ from grade.errors import InputError
 from grade.experiments.measured import Positive, Several, Size
 from grade.experiments.probe.measure import proposals
 from grade.experiments.setting import TRAINED_RUN, load_policy, text_sequences
-from grade.experiments.traced import categories_table, timelines_table, trace_all
 from grade.gradients.objective import Objective
+from grade.memory.tables import categories_table, timelines_table
 from grade.memory.trace import Trace, trace
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
@@ -136,7 +136,7 @@ class Settings(Config):
     def traced(self) -> dict[str, Trace]:
         """Traces of the gradient path by name; those whose timelines are shown are of all layers."""
         others = {name: config for name, config in self.steps.items() if name not in _TIMELINES}
-        traces = trace_all(others)
+        traces = {name: trace(config) for name, config in others.items()}
         traces |= {name: trace(self.steps[name], all_layers=True) for name in progress(_TIMELINES, "traces")}
         return {name: traces[name] for name in self.steps}
 

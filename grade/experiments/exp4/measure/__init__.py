@@ -1,1 +1,0 @@
-"""What the experiment measures: configurations of a step, and their tables."""

@@ -1,0 +1,68 @@
+"""What the notebook of an experiment leaves in its folder: figures and verdicts on a document's claims."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import PIL.Image
+from IPython.display import Image, display
+from matplotlib.figure import Figure
+
+from grade.experiments.claims import COLUMNS, Claim, claims_table, write_claims
+
+MOST_COLORS = 128
+"""Of a picture: enough for curves and text."""
+
+
+def output_folder(path: str | Path) -> Path:
+    """A folder of results, made if it is missing. A relative path starts at the project's root, not at the notebook."""
+    folder = Path(__file__).parents[2] / path
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def save_figure(figure: Figure, path: str | Path) -> Image:
+    """Write a figure as a PNG of at most `MOST_COLORS` colours, a third of the bytes; return it to be shown."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    with PIL.Image.open(path) as picture:
+        picture.convert("RGB").quantize(MOST_COLORS).save(path, optimize=True)
+    plt.close(figure)
+    return Image(path, width=int(100 * figure.get_figwidth()))
+
+
+def save_verdicts(document: str, rows: Iterable[Sequence[Any]], folder: str | Path) -> None:
+    """Write the verdicts on a document's claims to ``claims.csv``, and show them.
+
+    Args:
+        document: The document's number.
+        rows: For every claim, seven values: the claim in the document's words; the figure that it gives, as it writes
+            it; the figure that was found, or text; its unit; how it was found (`grade.experiments.claims.How`); the
+            verdict, a bool for confirmed or refuted; and what explains it.
+        folder: Where the file goes.
+
+    Raises:
+        InputError: For another verdict than `grade.experiments.claims.Verdict`, or a figure that is not finite.
+    """
+    claims = [_claim(document, *row) for row in rows]
+    write_claims(Path(folder) / "claims.csv", claims)
+    show_claims(claims)
+
+
+def _claim(*values: Any) -> Claim:
+    row = dict(zip(COLUMNS, values, strict=True))
+    found, verdict = row["found"], row["verdict"]
+    row["found"] = found if isinstance(found, str) else float(found)
+    row["verdict"] = verdict if isinstance(verdict, str) else ("confirmed" if verdict else "refuted")
+    return Claim.parse(row, row["claim"])
+
+
+def show_claims(claims: Iterable[Claim]) -> None:
+    """Show claims as a table, with the number of each verdict."""
+    table = claims_table(claims)
+    with pd.option_context("display.max_colwidth", None, "display.max_rows", None):
+        display(table)
+        display(table.verdict.value_counts())

@@ -1,0 +1,58 @@
+"""What a notebook leaves: its folder, figures of few colours, verdicts that are what the row says."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import PIL.Image
+import pytest
+from imports import ROOT
+
+from grade.errors import InputError
+from grade.experiments import findings
+from grade.experiments.claims import read_claims
+from grade.experiments.findings import MOST_COLORS, output_folder, save_figure, save_verdicts
+
+ROW = ("weights halve", "50%", 49.5, "%", "traced", True, "of float32")
+
+
+@pytest.fixture(autouse=True)
+def shown(monkeypatch):
+    found = []
+    monkeypatch.setattr(findings, "display", found.append)
+    return found
+
+
+def test_a_relative_folder_is_the_projects_wherever_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert output_folder("outputs") == ROOT / "outputs"
+    assert output_folder(tmp_path / "new/one").is_dir()
+
+
+def test_a_figure_is_written_with_few_colours_and_closed(tmp_path):
+    figure, ax = plt.subplots()
+    ax.imshow(np.random.default_rng(0).random((50, 50, 3)))
+    image = save_figure(figure, tmp_path / "figures/noise.png")
+    with PIL.Image.open(tmp_path / "figures/noise.png") as picture:
+        assert len(picture.convert("RGB").getcolors()) <= MOST_COLORS
+    assert image.data == (tmp_path / "figures/noise.png").read_bytes()
+    assert not plt.fignum_exists(figure.number)
+
+
+def test_verdicts_are_written_in_order_and_shown(tmp_path, shown):
+    rows = [
+        (*ROW[:5], np.bool_(True), "n"),
+        (*ROW[:5], False, "n"),
+        ("c", "s", "text", "", "derived", "not testable", "n"),
+    ]
+    save_verdicts("001", rows, tmp_path)
+    claims = read_claims(tmp_path / "claims.csv")
+    assert [claim.verdict for claim in claims] == ["confirmed", "refuted", "not testable"]
+    assert [claim.found for claim in claims] == ["49.5", "49.5", "text"]
+    assert {claim.seed for claim in claims} == {"001"} and claims[0].note == "n"
+    assert shown[0].verdict.tolist() == [claim.verdict for claim in claims]
+    assert shown[1].to_dict() == {"confirmed": 1, "refuted": 1, "not testable": 1}
+
+
+@pytest.mark.parametrize(("index", "value"), [(5, "Confirmed"), (2, float("nan")), (4, "guessed")])
+def test_a_wrong_row_is_refused(tmp_path, index, value):
+    with pytest.raises(InputError, match=f"weights halve: .*got {value!r}"):
+        save_verdicts("001", [(*ROW[:index], value, *ROW[index + 1 :])], tmp_path)
