@@ -43,7 +43,7 @@ from grade.models.adapter import (
     new_adapter,
     refuse_adapted,
     restore_adapter,
-    saved_in,
+    save_active,
     write_fingerprint,
 )
 from grade.models.base import FrozenBase
@@ -265,30 +265,25 @@ class Backbone(FrozenBase):
                 stack.enter_context(self._adapter_off())  # the token bias stays on
             yield
 
-    def save_adapter(self, folder: str | Path) -> Path:
+    def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint.
 
-        The token bias lies beside it, or alone: ``token_bias.safetensors``. Where they lie: PEFT makes a folder within
-        for a name that is not ``default``.
+        Of several adapters it is the active one. The token bias lies beside it, or alone: ``token_bias.safetensors``.
         """
-        saved = Path(folder)
+        folder = Path(folder)
         if self.peft is not None:
-            self.peft.save_pretrained(str(folder))
-            saved = saved_in(self.peft, folder)
+            save_active(self.peft, folder)
         if self.token_bias is None:
-            remove(saved / BIAS_FILE)  # of a policy that was there before
+            remove(folder / BIAS_FILE)  # of a policy that was there before
         else:
-            save_bias(self.token_bias, saved, self.base_name or self.model.config._name_or_path)
-        write_fingerprint(self.model, saved)
-        return saved
+            save_bias(self.token_bias, folder, self.base_name or self.model.config._name_or_path)
+        write_fingerprint(self.model, folder)
 
     def restore(self, folder: str | Path) -> None:
         """Give the policy the values that `save_adapter` wrote of it, in place."""
-        saved = Path(folder)
         if self.peft is not None:
             restore_adapter(self.peft, folder)
-            saved = saved_in(self.peft, folder)
-        values = self.saved_bias(saved)
+        values = self.saved_bias(folder)
         if (values is None) != (self.token_bias is None):
             with_bias = "with" if values is None else "without"
             raise InputError("adapter", str(folder), f"one {with_bias} {BIAS_FILE}, as the policy is")
