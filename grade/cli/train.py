@@ -47,7 +47,7 @@ def _train(args: argparse.Namespace) -> None:
     config=TrainConfig,
 )
 def _evaluate(args: argparse.Namespace) -> None:
-    """Evaluate an adapter with a training run's own settings."""
+    """Evaluate an adapter with a training run's own settings; KL is to the bare base."""
     config = load_config(TrainConfig, args.config, args.set)
     if not config.eval_dataset:
         raise InputError("eval_dataset", config.eval_dataset, "held-out prompts to evaluate on")

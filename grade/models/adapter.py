@@ -131,11 +131,10 @@ def write_fingerprint(model: PreTrainedModel, folder: Path) -> None:
 
 def restore_adapter(model: PeftModel, folder: str | Path) -> None:
     """Give the active adapter the values that a checkpoint has of it."""
-    saved = saved_in(model, folder)
-    _require_lora(saved)
-    check_base(model.get_base_model(), saved)
-    _check_tensors(model, saved)
-    model.load_adapter(str(saved), model.active_adapter, is_trainable=True)
+    _require_lora(folder)
+    check_base(model.get_base_model(), folder)
+    _check_tensors(model, folder)
+    model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
 
 
 def saved_values(model: PeftModel, folder: str | Path) -> list[Tensor]:
@@ -177,9 +176,14 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def saved_in(model: PeftModel, folder: str | Path) -> Path:
-    """Where PEFT keeps the active adapter: only the default one lies in the folder itself."""
-    return Path(folder) if model.active_adapter == "default" else Path(folder) / model.active_adapter
+def save_active(model: PeftModel, folder: Path) -> None:
+    """Write the active adapter, and no other, as PEFT does; into the folder itself, whatever its name is."""
+    name = model.active_adapter
+    model.save_pretrained(str(folder), selected_adapters=[name])
+    if name != "default":  # PEFT makes a folder within for it
+        for path in (folder / name).iterdir():
+            path.replace(folder / path.name)
+        (folder / name).rmdir()
 
 
 def refuse_adapted(model: PreTrainedModel) -> None:

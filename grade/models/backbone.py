@@ -2,10 +2,11 @@
 
 - policy: the base with its LoRA adapter on, and with a token bias on its logits if there is one
   (`grade.models.token_bias`);
-- reference: the same weights with the adapter off, without the bias (`Backbone.reference`);
-- reward trunk: the same, with a small head on top (`grade.rewards.model`).
+- reference: the policy as a run was given it (`Backbone.reference`): the same weights with the adapter off and without
+  the bias, or with the values that a trained adapter and a bias had then (`Backbone.set_reference`);
+- reward trunk: the bare base (`Backbone.bare`), with a small head on top (`grade.rewards.model`).
 
-So there is one copy of the base in memory, and KL is exactly 0 while LoRA's B and the bias are 0. Any decoder-only
+So there is one copy of the base in memory, and KL is exactly 0 until LoRA's B or the bias changes. Any decoder-only
 causal language model of transformers that accepts `inputs_embeds` works: tied or untied head, absolute or rotary
 positions, scaled embeddings, head bias, logit scale and soft cap. `Backbone` verifies this on a short probe when it is
 built, and rejects what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding,
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +43,7 @@ from grade.models.adapter import (
     new_adapter,
     refuse_adapted,
     restore_adapter,
-    saved_in,
+    save_active,
     write_fingerprint,
 )
 from grade.models.base import FrozenBase
@@ -52,6 +53,7 @@ from grade.models.head import Head, wide
 from grade.models.token_bias import BIAS_FILE, TokenBias, save_bias, saved_bias
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_BIAS = "token_bias"  # among values by name; all others are the adapter's
 
 
 class Backbone(FrozenBase):
@@ -85,6 +87,7 @@ class Backbone(FrozenBase):
             refuse_adapted(model)
         super().__init__(model, tokenizer)
         self.bias = TokenBias().eval()
+        self.given: dict[str, nn.Parameter] = {}  # what `set_reference` was called with
         self.base_name = ""  # where a saved token bias finds its base; empty: where the model was loaded from
         probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
@@ -146,9 +149,10 @@ class Backbone(FrozenBase):
 
     @property
     def head(self) -> Head:
-        """The policy's head, with its token bias; within `reference` the reference's, without."""
-        bias = self.bias.values if self.bias.on else None
-        return self.ref_head if bias is None else replace(self.ref_head, token_bias=bias)
+        """The policy's head, with its token bias; within `reference` the reference's, within `bare` the base's."""
+        if not self.bias.on or self.bias.values is self.ref_head.token_bias:
+            return self.ref_head
+        return replace(self.ref_head, token_bias=self.bias.values)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The adapter's parameters, in a fixed order, and the token bias if it is trained."""
@@ -176,13 +180,69 @@ class Backbone(FrozenBase):
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Within this context the adapter and the token bias are off: the frozen base.
+        """Within this context it is the reference: the policy of `set_reference`, or the bare base.
 
         The adapter's parameters do not require gradients inside, so leave it before a backward pass that should reach
         them. Gradients flow to inputs as usual.
         """
-        with self.phase("reference"), self._adapter_off(), self.bias.off():
+        adapter = self._adapter_as_given() if self.given.keys() - {_BIAS} else self._adapter_off()
+        with self.phase("reference"), adapter, self.bias.off():
             yield
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """Within this context the adapter and the token bias are off: the frozen base, whatever the reference is."""
+        before, self.ref_head = self.ref_head, replace(self.ref_head, token_bias=None)
+        try:
+            with self.phase("reference"), self._adapter_off(), self.bias.off():
+                yield
+        finally:
+            self.ref_head = before
+
+    def policy_values(self) -> dict[str, Tensor]:
+        """Copies of what makes the policy differ from the base, for `set_reference`: nothing while B and bias are 0."""
+        named = self._named_adapter()
+        trained = any(".lora_B." in name and p.any() for name, p in named.items())
+        values = {name: p.detach().clone() for name, p in named.items()} if trained else {}
+        if self.token_bias is not None and self.token_bias.any():
+            values[_BIAS] = self.token_bias.detach().clone()
+        return values
+
+    def set_reference(self, values: Mapping[str, Tensor]) -> None:
+        """Let the policy with these `policy_values` be the reference of this view; with none the bare base is."""
+        self.given = {name: nn.Parameter(value.to(self.device), False) for name, value in values.items()}
+        self.ref_head = replace(self.ref_head, token_bias=self.given.get(_BIAS))
+
+    def reference_values(self) -> list[Tensor]:
+        """Values of the `trainable_parameters` with which the policy is the reference."""
+        # Of the base: B = 0, and A as it is.
+        values = [
+            self.given.get(name, torch.zeros_like(p) if ".lora_B." in name else p.detach())
+            for name, p in self._named_adapter().items()
+        ]
+        return values + [self.reference_bias() for p in self.bias.parameters() if p.requires_grad]
+
+    def reference_bias(self) -> Tensor:
+        """The reference's token bias [V], for a policy that has one."""
+        return self.given.get(_BIAS, torch.zeros_like(self.token_bias))
+
+    def _named_adapter(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @contextlib.contextmanager
+    def _adapter_as_given(self) -> Iterator[None]:
+        # Parameters are exchanged, not their values: a graph needs those until its backward pass, out of this context.
+        policy: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for name in self.given.keys() - {_BIAS}:
+                path, _, kind = name.rpartition(".")
+                layer = self.model.get_submodule(path)
+                policy.append((layer, kind, getattr(layer, kind)))
+                setattr(layer, kind, self.given[name])
+            yield
+        finally:
+            for layer, kind, parameter in policy:
+                setattr(layer, kind, parameter)
 
     def _adapter_off(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.peft is None else self.peft.disable_adapter()
@@ -205,30 +265,25 @@ class Backbone(FrozenBase):
                 stack.enter_context(self._adapter_off())  # the token bias stays on
             yield
 
-    def save_adapter(self, folder: str | Path) -> Path:
+    def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint.
 
-        The token bias lies beside it, or alone: ``token_bias.safetensors``. Where they lie: PEFT makes a folder within
-        for a name that is not ``default``.
+        Of several adapters it is the active one. The token bias lies beside it, or alone: ``token_bias.safetensors``.
         """
-        saved = Path(folder)
+        folder = Path(folder)
         if self.peft is not None:
-            self.peft.save_pretrained(str(folder))
-            saved = saved_in(self.peft, folder)
+            save_active(self.peft, folder)
         if self.token_bias is None:
-            remove(saved / BIAS_FILE)  # of a policy that was there before
+            remove(folder / BIAS_FILE)  # of a policy that was there before
         else:
-            save_bias(self.token_bias, saved, self.base_name or self.model.config._name_or_path)
-        write_fingerprint(self.model, saved)
-        return saved
+            save_bias(self.token_bias, folder, self.base_name or self.model.config._name_or_path)
+        write_fingerprint(self.model, folder)
 
     def restore(self, folder: str | Path) -> None:
         """Give the policy the values that `save_adapter` wrote of it, in place."""
-        saved = Path(folder)
         if self.peft is not None:
             restore_adapter(self.peft, folder)
-            saved = saved_in(self.peft, folder)
-        values = self.saved_bias(saved)
+        values = self.saved_bias(folder)
         if (values is None) != (self.token_bias is None):
             with_bias = "with" if values is None else "without"
             raise InputError("adapter", str(folder), f"one {with_bias} {BIAS_FILE}, as the policy is")

@@ -64,6 +64,9 @@ class Policy(Protocol):
     def reference(self) -> AbstractContextManager[None]:
         """Within this context it is the frozen reference."""
 
+    def bare(self) -> AbstractContextManager[None]:
+        """Within this context it is the frozen base, without adapter and token bias."""
+
     def merged(self) -> AbstractContextManager[None]:
         """Within this context it samples fast."""
 

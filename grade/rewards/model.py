@@ -131,7 +131,7 @@ class RewardModel(nn.Module):
         """
         if self.kind == "bag":
             return embeds
-        with self.backbone.reference():
+        with self.backbone.bare():
             return self.backbone.hidden(embeds.to(self.backbone.dtype), mask)
 
     def mean_pool(self, features: Tensor, mask: Tensor) -> Tensor:

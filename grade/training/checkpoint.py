@@ -2,8 +2,9 @@
 
 ``checkpoint-<step>/`` holds the adapter as PEFT writes it, the token bias if there is one, ``optimizer.pt`` and
 ``scheduler.pt`` (tensors and numbers alone), ``trainer_state.json`` with the log, ``learner.safetensors`` with what the
-method keeps between steps, and ``grade_state.json`` with the settings and all other numbers. It is written beside its
-place and renamed, so a folder of that name is whole. Noise needs no state: it is seeded by step and microbatch.
+method keeps between steps, ``reference.safetensors`` where the reference is not the bare base, and ``grade_state.json``
+with the settings and all other numbers. It is written beside its place and renamed, so a folder of that name is whole.
+Noise needs no state: it is seeded by step and microbatch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from grade.training.config import GradeConfig
 
 OPTIMIZER_FILE, SCHEDULER_FILE, LEARNER_FILE = "optimizer.pt", "scheduler.pt", "learner.safetensors"
+REFERENCE_FILE = "reference.safetensors"
 LOG_FILE, STATE_FILE = "trainer_state.json", "grade_state.json"
 FREE = {
     "output_dir", "run_name", "report_to", "disable_tqdm", "base_name", "samples", "log_completions", "use_cpu",
@@ -86,6 +88,10 @@ def save_checkpoint(trainer: Any) -> Path:
             state.save_to_json(str(new / LOG_FILE))
             tensors = {name: value.detach().cpu().contiguous() for name, value in trainer.method.tensors().items()}
             save_file(tensors, new / LEARNER_FILE)
+            if given := trainer.backbone.given:
+                save_file(
+                    {name: value.detach().cpu().contiguous() for name, value in given.items()}, new / REFERENCE_FILE
+                )
             write_json(new / STATE_FILE, {
                 "settings": _settings(trainer), "seconds": trainer.seconds, "window": trainer.log_buffer.state(),
                 "evaluations": sorted(trainer.evaluations), "chosen": trainer.chosen, "means": trainer.method.means,
@@ -104,6 +110,9 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
     check_same(folder, _settings(trainer), LENGTH)
     saved = read_json(folder / STATE_FILE)
     trainer.backbone.restore(folder)
+    # The run's, not the policy that this trainer was given: that may have been trained since the run began.
+    reference = folder / REFERENCE_FILE
+    trainer.backbone.set_reference(load_file(reference) if reference.is_file() else {})
     trainer.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, "cpu", weights_only=True))
     trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_FILE, weights_only=True))
     if isinstance(schedule := trainer.lr_scheduler, LambdaLR):  # the run may be longer than it was

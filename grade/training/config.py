@@ -39,7 +39,7 @@ class GradeConfig(MethodConfig):
     """
 
     output_dir: Folder = Field("trainer_output", description="folder of checkpoints and results")
-    beta: NonNegativeFloat = Field(0.0, description="weight of KL, in reward per nat and token")
+    beta: NonNegativeFloat = Field(0.0, description="weight of KL to the policy as given, in reward per nat and token")
     target_kl: PositiveFloat | None = Field(
         None,
         description="KL at the end of training, in nats per completion: every step is scaled to a schedule. "

@@ -155,20 +155,18 @@ class KLSteering:
 
 
 def scale_adapter(backbone: Backbone, batch: BatchKL, growth: float, tolerance: float) -> float:
-    """Scale what is trained so that KL of a batch of completions is ``growth`` times what it was; that KL.
+    """Scale the change of what is trained, so that KL of a batch of completions is ``growth`` times what it was.
 
-    That is the adapter and, if it is trained, the token bias. KL at 0 is that of a token bias that is not.
+    That is the adapter's change since the reference and, if it is trained, the token bias's; a token bias that is not
+    trained has KL of its own there. Returns KL.
     """
-    bias = backbone.token_bias
-    scaled = [p for p in backbone.trainable_parameters() if p is bias]
-    scaled += [p for name, p in backbone.model.named_parameters() if "lora_B" in name and p.requires_grad]
-    zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * batch.start, min(growth**0.5, 1.5)
-    nearest = 0.0
+    policy, bias, reference = backbone.trainable_parameters(), backbone.token_bias, backbone.reference_values()
+    wanted, first, nearest = growth * batch.start, min(growth**0.5, 1.5), 0.0
     if bias is not None and not bias.requires_grad:
-        with restoring(scaled):
-            set_values(scaled, zeros)
+        with restoring(policy):
+            set_values(policy, reference)
             nearest = batch.measure()
-    return scale_step(scaled, zeros, nearest, wanted, batch.measure, first, tolerance)[1]
+    return scale_step(policy, reference, nearest, wanted, batch.measure, first, tolerance)[1]
 
 
 @torch.no_grad()
@@ -177,7 +175,8 @@ def set_length(
 ) -> tuple[float, float]:  # fmt: skip
     """Set the token bias along a direction [V], at the length that gives a batch the KL wanted; its factor, and KL.
 
-    The first length has the KL of small biases, ``sum_t Var(b(y_t)) / 2``, with the variance over the batch's tokens.
+    It starts from the reference's bias. The first length has the KL of small changes, ``sum_t Var(b(y_t)) / 2``, with
+    the variance over the batch's tokens.
     """
     bias = backbone.token_bias
     tokens = torch.cat([direction[ids[mask.bool()]] for _, ids, mask in batch.completions])
@@ -185,10 +184,10 @@ def set_length(
     if not spread > 0:
         return 0.0, batch.start
     length = math.sqrt(2 * wanted * sum(len(ids) for _, ids, _ in batch.completions) / len(tokens)) / spread
-    zero, measure = torch.zeros_like(bias), partial(batch.measure, same_adapter=True)
+    zero, measure = backbone.reference_bias(), partial(batch.measure, same_adapter=True)
     bias.copy_(zero)
     start = measure()  # of the adapter
-    bias.copy_(direction * length)
+    bias.copy_(zero + direction * length)
     factor, kl = scale_step([bias], [zero], start, wanted, measure, tolerance=tolerance)
     return factor * length, kl
 

@@ -124,6 +124,7 @@ class GradeTrainer:
         place_policy(policy, config)
         self.backbone = policy.view(processing_class, config.temperature)
         self.chosen: dict[str, str] = {}
+        self.backbone.set_reference(self.backbone.policy_values())
         teacher = teacher or getattr(config, "teacher", None)
         rewards = None
         if teacher is None or reward_funcs not in (None, []):
@@ -273,6 +274,8 @@ class GradeTrainer:
         self.control = TrainerControl()
         if checkpoint is not None:
             load_checkpoint(self, Path(checkpoint))
+        if self.backbone.given:
+            self.choose("reference", "the policy as given, whose adapter or token bias is trained; not the bare base")
         self.state.compute_steps(self.args, self.config.max_steps)
         self.state.max_steps = self.config.max_steps
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)

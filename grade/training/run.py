@@ -128,11 +128,12 @@ def run_training(
 
 
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
-    """Evaluate a task's policy on its first n held-out prompts, as its training run does."""
+    """Evaluate a task's policy on its first n held-out prompts, as its training run does; KL is to the bare base."""
     with tempfile.TemporaryDirectory() as place:
         quiet = UNSAVED | {"disable_tqdm": True, "report_to": "none"}
         trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
         trainer.remove_callback(Lines)
+        trainer.backbone.set_reference({})  # or the policy would be measured against itself
         trainer.evaluate()
     return trainer.evaluations[0]
 

@@ -133,8 +133,8 @@ class StepSampler:
         # A name of its own each time: a server may keep what it has loaded under a name.
         self._folder = folder = parent / f"grade-{secrets.token_hex(8)}"
         folder.mkdir(parents=True)  # which the server, perhaps another user's, can read
-        saved = backbone.save_adapter(folder)
-        self._post("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(saved)})
+        backbone.save_adapter(folder)
+        self._post("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
         self._take_back(before)
         return folder.name
 

@@ -177,7 +177,7 @@ class Teacher:
         if self.model is not None:
             yield
         elif self.adapter is None:
-            with self.policy.reference():
+            with self.policy.bare():
                 yield
         else:
             parameters = trained_parameters(self.policy.model)

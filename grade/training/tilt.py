@@ -212,4 +212,5 @@ class TiltLearner(Learner):
             self.direction = self.values.to(self.backbone.device)
         else:
             length = self.config.max_completion_length / objective.beta
-            self.backbone.set_token_bias(self.values * length * self.config.temperature)
+            change = (self.values * length * self.config.temperature).to(self.backbone.device)
+            self.backbone.set_token_bias(self.backbone.reference_bias() + change)
