@@ -16,8 +16,7 @@ because KL depends on which tokens were sampled, and KL's own gradient at the sa
 | ppo | token by token: generalised advantage estimation over time with a learned value, whitened over the step |
 
 A step with one update needs one pass with gradient; with several updates, completions are first scored without
-gradient. The value head reads the policy's hidden states but sends no gradient into them. With
-``self_certainty_reward`` (Intuitor) the reward is the policy's own self-certainty, a constant of the update.
+gradient. The value head reads the policy's hidden states but sends no gradient into them.
 
 Left out: entropy bonuses, shuffling between passes.
 """
@@ -38,10 +37,10 @@ from grade.gradients import losses
 from grade.gradients.methods import MethodConfig, Rate
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
-from grade.models.head import self_certainty, wide
+from grade.models.head import wide
 from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
-from grade.models.scoring import completion_certainty, hidden_logps, predicting_hidden, token_kl
+from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,9 @@ class GRPOSettings(ClippedSettings, GroupSettings):
     scale_rewards: Literal["group", "none"] = Field(
         "none", description="group divides advantages by the group's standard deviation, as published; biased"
     )
-    self_certainty_reward: bool = Field(False, description="the completion's self-certainty is the reward (Intuitor)")
+    self_certainty_reward: bool = Field(
+        False, description="the completion's self-certainty is the reward (Intuitor), or added to it with weight 1"
+    )
 
 
 class PPOSettings(ClippedSettings, SampledSettings):
@@ -277,7 +278,6 @@ class PolicyGradient(Learner):
         super().__init__(config, backbone)
         self.method = POLICY_GRADIENT_METHODS[config.method]
         grpo = isinstance(config, GRPOSettings)
-        self.certainty_reward = grpo and config.self_certainty_reward
         self.normalize_std = grpo and config.scale_rewards == "group"
         self.value_head = _ValueHead(backbone) if self.method.value_head else None
 
@@ -311,7 +311,7 @@ class PolicyGradient(Learner):
         The completions are samples of the current policy.
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
-        reward = None if self.certainty_reward else self._reward(completions, objective)
+        reward = scored_rewards(self.backbone, *completions.text, objective)
         terms = self._terms(completions, None)
         (seen,) = self._compared([self._experience(completions, objective, terms, reward)], objective)
         (self._loss(terms, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
@@ -392,24 +392,15 @@ class PolicyGradient(Learner):
         logps, kl, hidden, reference = terms
         logps, kl, mask = logps.detach(), kl.detach(), completions.mask
         if reward is None:
-            reward = self._reward(completions, objective, hidden)
-        scores = None if self.certainty_reward else scores_of(objective)
+            reward = scored_rewards(self.backbone, *completions.text, objective)
         returns = penalised(reward, kl, mask, objective.beta)
         check_finite(reward.nan_to_num(0.0), returns.nan_to_num(0.0))
-        seen = _Experience(completions, reference, logps, kl, reward, scores, returns, returns)
+        seen = _Experience(completions, reference, logps, kl, reward, scores_of(objective), returns, returns)
         if self.value_head is None:
             return seen
         values = self.value_head(hidden)
         advantages, targets = self._gae(reward, kl, values, seen.scored, objective)
         return replace(seen, advantages=advantages, values=values, targets=targets)
-
-    @torch.no_grad()
-    def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
-        prompts, ids, mask = completions.text
-        if self.certainty_reward:
-            values = self_certainty(self.backbone.head, hidden.flatten(0, 1)).view(mask.shape)
-            return completion_certainty(values * mask, mask)
-        return scored_rewards(self.backbone, prompts, ids, mask, objective)
 
     @torch.no_grad()
     def _compared(self, parts: Sequence[_Experience], objective: Objective) -> list[_Experience]:
@@ -438,8 +429,8 @@ class PolicyGradient(Learner):
     def _greedy_returns(self, prompts: PromptBatch, objective: Objective) -> tuple[Tensor, torch.dtype]:
         """Penalised returns [N, 1] of the greedy completion of each prompt, and the type of its reward."""
         greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
-        _, kl, hidden, _ = self._terms(greedy, None)
-        reward = self._reward(greedy, objective, hidden)
+        _, kl, _, _ = self._terms(greedy, None)
+        reward = scored_rewards(self.backbone, *greedy.text, objective)
         return penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1), reward.dtype
 
     def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
@@ -469,6 +460,7 @@ def _result(seen: _Experience) -> GradientStep:
     return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward, seen.kl, loss, scores=seen.scores)
 
 
+@torch.no_grad()
 def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Rewards [B] of completions, which must be finite; NaN where every function returned None."""
     reward = objective.score(backbone, prompts, ids, mask)

@@ -221,9 +221,9 @@ class TrainConfig(GradeConfig):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _fill(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The example's reward where none is named, and no evaluation without held-out prompts."""
+        """The example's reward where nothing else is learned, and no evaluation without held-out prompts."""
         if values.get("reward") is None:
-            values = {**values, "reward": REWARD}
+            values = {**values, "reward": [] if values.get("self_certainty_reward") else REWARD}
         if values.get("eval_dataset", "data") in ("", None):
             values = {**values, "eval_on_start": False, "eval_on_end": False}
         return values

@@ -38,11 +38,13 @@ from grade.files import atomic, write_text
 from grade.gradients.methods import AUTO, METHODS, TEACHER
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Microbatch, StepContext, prompts_of
+from grade.models.head import wide
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.sampling import generate
 from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
-from grade.rewards.rewards import make_rewards
+from grade.rewards.certainty import CertaintyReward
+from grade.rewards.rewards import Rewards, make_rewards
 from grade.training.card import model_card
 from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, restore_best, save_checkpoint
 from grade.training.config import GradeConfig
@@ -126,11 +128,15 @@ class GradeTrainer:
         self.chosen: dict[str, str] = {}
         self.backbone.set_reference(self.backbone.policy_values())
         teacher = teacher or getattr(config, "teacher", None)
-        rewards = None
-        if teacher is None or reward_funcs not in (None, []):
+        rewards, certain = None, getattr(config, "self_certainty_reward", False)
+        if reward_funcs not in (None, []) or (teacher is None and not certain):
             rewards = make_rewards(
                 reward_funcs, self.backbone, config.reward_weights, reward_processing_classes, config.reward_scope
             )
+        if certain:
+            parts, weights = ([], []) if rewards is None else (rewards.parts, rewards.weights)
+            dtype = wide(self.backbone.dtype)
+            rewards = Rewards([*parts, CertaintyReward()], [*weights, 1.0], config.reward_scope, dtype)
         self.config = config = self._with_method(config, rewards, teacher)
         self.train_dataset = self._checked_rows(train_dataset, "train_dataset")
         self.rows = 0 if self.train_dataset is None else len(self.train_dataset)

@@ -37,7 +37,7 @@ def learner(backbone, method, **options):
 
 def take(own, values, seed=0, prompts=3, beta=0.0):
     own.backbone.zero_grad(set_to_none=True)
-    batch = make_prompts(prompts, seed=seed), torch.Generator().manual_seed(seed)
+    batch = make_prompts(prompts, seed=seed).repeat(own.config.group), torch.Generator().manual_seed(seed)
     own.step([batch], Objective(Given(values), beta), StepContext(1, lambda: None))
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own.backbone.trainable_parameters()]
     return flatten(grads)
@@ -82,7 +82,7 @@ def test_a_completion_that_nothing_scored_has_no_part_in_the_step(policy, method
 
 def test_ppo_whitens_over_the_completions_that_were_scored(policy):
     """A step with others gives what the scored two thirds give alone, as a mean over all that were sampled."""
-    batch = learner(policy, "ppo").sample(make_prompts(3), torch.Generator().manual_seed(0))
+    batch = learner(policy, "ppo").sample(make_prompts(3).repeat(GROUP), torch.Generator().manual_seed(0))
     scored, found = torch.arange(3 * GROUP) % 3 > 0, []
     for each, given in ((batch, scored), (batch[scored], scored[scored])):
         policy.zero_grad(set_to_none=True)

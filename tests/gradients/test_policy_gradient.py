@@ -16,6 +16,7 @@ from grade.models.head import CHUNK_ROWS, self_certainty
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden, sequence_kl, token_kl
+from grade.rewards.certainty import CertaintyReward
 
 BETA, T = 0.3, 2
 
@@ -180,9 +181,9 @@ def test_whitening_keeps_the_balance_of_reward_and_kl():
 
 def test_self_certainty_as_the_reward():
     backbone = policy(vocab=7)
-    own = learner(backbone, "grpo", max_completion_length=5, self_certainty_reward=True)
+    own = learner(backbone, "grpo", max_completion_length=5)
     batch = sampled(backbone, own, 2)
-    (step,) = own.step([batch], objective(), StepContext(1, lambda: None))
+    (step,) = own.step([batch], Objective(CertaintyReward(), BETA), StepContext(1, lambda: None))
     want = self_certainty(backbone.head, predicting_hidden(backbone, batch.prompts, batch.ids).flatten(0, 1))
     want = want.view(batch.mask.shape) * batch.mask
     torch.testing.assert_close(step.reward, (want.sum(1) / batch.mask.sum(1)).detach())

@@ -26,6 +26,7 @@ from grade.gradients.policy_gradient import Completions, PolicyGradient, StepCon
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import unrolled
 from grade.models.prompts import PromptBatch
+from grade.rewards.certainty import CertaintyReward
 
 T, BETA = 4, 0.3
 ENDS = torch.tensor(EOS)
@@ -136,7 +137,9 @@ def learned(microbatches, config):
             for p in inputs:
                 p.sub_(0.05 * p.grad)
 
-    steps = learner.step(microbatches, objective(), StepContext(len(microbatches), apply))
+    certain = config.method == "grpo" and config.self_certainty_reward
+    terms = Objective(CertaintyReward(), BETA) if certain else objective()
+    steps = learner.step(microbatches, terms, StepContext(len(microbatches), apply))
     with torch.no_grad():
         for p, value in zip(inputs, before, strict=True):
             p.copy_(value)

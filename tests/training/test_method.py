@@ -1,11 +1,16 @@
 """What ``method: auto`` stands for."""
 
+import math
+
 import pytest
+import torch
 from conftest import ToyReward
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
+from grade.models.scoring import predicting_hidden
+from grade.training.config import TrainConfig
 from grade.training.toy import toy_task
 
 
@@ -51,6 +56,39 @@ def test_a_teacher_alone_is_what_is_learned_and_beside_rewards_their_values_are_
     assert chosen(task, caplog, judge, teacher="base", scale_rewards="group")[0] == "grpo"
     alone = GradeTrainer(task.backbone, [], GradeConfig(use_cpu=True, teacher="base", report_to="none"))
     assert alone.config.method == "teacher"
+
+
+def halves(completions, **_):
+    return [0.5 * i for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("reward", [None, halves])
+def test_self_certainty_is_learned_alone_or_beside_a_reward(task, reward, tmp_path):
+    args = GradeConfig(
+        tmp_path, use_cpu=True, self_certainty_reward=True, per_device_train_batch_size=4, num_generations=4,
+        max_completion_length=4, max_prompt_length=6, truncation="right", raw_prompts=True, max_steps=1,
+        save_strategy="no", report_to="none",
+    )  # fmt: skip
+    trainer = GradeTrainer(task.backbone, reward, args, [{"prompt": text} for text in task.train_prompts[:4]])
+    assert trainer.rewards.names == ([] if reward is None else ["halves"]) + ["self_certainty"]
+    prompts = trainer.encode(trainer.train_dataset[:2])
+    ids, mask = torch.arange(3, 11).view(2, 4), torch.ones(2, 4, dtype=torch.long)
+    hidden = predicting_hidden(trainer.backbone, prompts, ids)
+    logp = trainer.backbone.head(hidden.flatten(0, 1)).log_softmax(-1)
+    certainty = (-logp.mean(-1) - math.log(logp.shape[1])).view(2, 4).mean(1).detach()
+    alone = trainer.rewards.score(trainer.backbone, prompts, ids, mask)
+    values = trainer.rewards.last.values
+    torch.testing.assert_close(values["self_certainty"], certainty)
+    torch.testing.assert_close(alone, certainty + values.get("halves", 0))
+    trainer.train()
+    row = trainer.state.log_history[-1]
+    mean = row["rewards/self_certainty/mean"]
+    assert mean > 0 and row["reward"] == pytest.approx(mean + (0 if reward is None else 0.75), rel=1e-5)
+
+
+def test_a_run_for_self_certainty_alone_needs_no_reward():
+    assert TrainConfig.parse({"self_certainty_reward": True}).reward == []
+    assert TrainConfig.parse({"self_certainty_reward": True, "reward": "a:b"}).reward == "a:b"
 
 
 def test_settings_of_others_are_one_line():
