@@ -12,13 +12,15 @@ from matplotlib.figure import Figure
 
 from grade.experiments.claims import COLUMNS, Claim, claims_table, write_claims
 
+ROOT = Path(__file__).parents[2]
+"""The project's root: where relative paths of a notebook's parameters start, wherever its kernel runs."""
 MOST_COLORS = 128
 """Of a picture: enough for curves and text."""
 
 
 def output_folder(path: str | Path) -> Path:
     """A folder of results, made if it is missing. A relative path starts at the project's root, not at the notebook."""
-    folder = Path(__file__).parents[2] / path
+    folder = ROOT / path
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

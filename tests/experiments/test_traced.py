@@ -15,13 +15,17 @@ from grade.experiments.formulas import (
 from grade.experiments.traced import PolicyStepConfig, shape_of, zero3_share
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES
-from grade.memory.shapes import SHAPES
+from grade.memory.shapes import QWEN25_1_5B, SHAPES
 from grade.memory.step import build, make_step
 from grade.memory.trace import Trace, trace, trace_layers
 
 TINY = dict(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=6, dtype="float32")
 CODER = dict(model="qwen2.5-coder-3b", batch_size=2, prompt_tokens=32, max_new_tokens=32)
 SHAPE = SHAPES["qwen2.5-3b"]
+
+
+def test_parameters_of_a_published_model():
+    assert parameter_count(QWEN25_1_5B) == 1_543_714_304
 
 
 def test_the_re_running_loop_reads_every_prefix_again():

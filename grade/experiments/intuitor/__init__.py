@@ -1,1 +1,0 @@
-"""Intuitor: self-certainty as a reward (document 004)."""

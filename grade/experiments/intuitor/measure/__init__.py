@@ -1,1 +1,0 @@
-"""What the experiment on Intuitor measures; nothing here knows a figure."""
