@@ -178,13 +178,14 @@ FIGURES = [
 LIMIT_ROWS = {
     "bias from 8,192 scored texts": "tilt", "bias from one gradient of 128 completions": "tilt_gradient",
     "`tilt`, own completions": "tilt_own", "`auto`": "auto", "`rloo`": "rloo", "`ste`": "ste",
+    "`ppo`": "ppo",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("label, method", LIMIT_ROWS.items())
 def test_a_row_of_the_limit_is_the_metrics(label, method):
     found, cells = metrics("full/limit"), [label]
-    for task in ("gold", "bag", "trunk"):
+    for task in ("gold", "bag", "trunk", "rule"):
         key = f"reward_at_5/tiny_{task}/{method}"
         cells.append(f"{found[key]:.3f} ± {found[f'{key}_stderr']:.3f}" if key in found else "")
     row = "|" + "|".join(f" {cell} ".replace("  ", " ") for cell in cells) + "|"
