@@ -42,14 +42,7 @@ def _known(name: str) -> str:
     return name
 
 
-def _several(size: int) -> int:
-    if size == 1:
-        raise InputError("gumbel_topk", 1, "0 (the full vocabulary) or at least 2: a token alone has no gradient")
-    return size
-
-
 EstimatorName = Annotated[str, AfterValidator(_known)]
-SupportSize = Annotated[int, Field(ge=0), AfterValidator(_several)]
 
 
 class RelaxationConfig(Config):
@@ -65,7 +58,7 @@ class RelaxationConfig(Config):
         description="tokens that are mixed: top_k (largest logits), or perturbed_top_k (largest logits + noise: exact "
         "samples for any K)",
     )
-    gumbel_topk: SupportSize = Field(256, description="size K of the support; 0 = the full vocabulary")
+    gumbel_topk: int = Field(256, ge=0, description="size K of the support; 0 = the full vocabulary")
     tau: float = Field(1.0, gt=0, description="Gumbel temperature")
     rao_draws: int = Field(8, ge=1, description="gumbel_rao: draws M of the noise given the token; 1 is ste in law")
     max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")

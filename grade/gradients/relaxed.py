@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Self
+from typing import Annotated, Self
 
 import pydantic
-from pydantic import Field, NonNegativeInt
+from pydantic import AfterValidator, Field, NonNegativeInt
 
 from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.engines import make_engine
-from grade.gradients.estimators import RelaxationConfig, Support, SupportSize, tau_at
+from grade.gradients.estimators import RelaxationConfig, Support, tau_at
 from grade.gradients.methods import RELAXED, Tau
 from grade.gradients.objective import Engine, GradientStep, Objective
 from grade.gradients.policy_gradient import Learner, Microbatch, StepContext
+
+
+def _several(size: int) -> int:
+    if size == 1:
+        raise InputError("gumbel_topk", 1, "0 (the full vocabulary) or at least 2: a token alone has no gradient")
+    return size
+
+
+SupportSize = Annotated[int, Field(ge=0), AfterValidator(_several)]
 
 
 class RelaxedSettings(Config):

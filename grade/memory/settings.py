@@ -14,7 +14,6 @@ from pydantic import Field, PositiveInt, model_validator
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.gradients.estimators import SupportSize
 from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, EngineName, MethodConfig
 from grade.models.parameters import LoraSettings
 from grade.models.prompts import PromptBatch
@@ -90,7 +89,7 @@ class StepConfig(TracedConfig):
     method: Literal[*RELAXED, *POLICY_GRADIENTS] = Field("ste", description="training method")
     engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
     hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
-    gumbel_topk: SupportSize = Field(256, description="size K of a token's support; 0 = the full vocabulary")
+    gumbel_topk: int = Field(256, ge=0, description="size K of a token's support; 0 = the full vocabulary")
     explicit_freeing: bool = Field(False, description="drop each step's dense tensors at once (unrolled)")
     num_generations: PositiveInt | None = Field(None, description="completions of each prompt, G; null: the method's")
     reward: RewardKind = Field("bag", description="bag: on the embedding table; trunk: on the transformer")

@@ -60,7 +60,7 @@ def test_lengths_and_temperatures_that_do_not_fit(backbone, settings, message):
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_logits_that_are_not_finite_are_refused(row, backbone):
     class Broken:
-        weight = backbone.head.weight
+        weight, token_bias = backbone.head.weight, None
 
         def __call__(self, hidden):
             logits = torch.zeros(len(hidden), VOCAB)
