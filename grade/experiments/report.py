@@ -98,6 +98,6 @@ def _table(title: str, text: str, columns: list[str], rows: Iterable[Iterable[st
 def _value(metrics: Mapping[str, float], key: str, stderr: str = "") -> str:
     value, error = metrics.get(key), metrics.get(stderr or f"{key}_stderr")
     if value is None:
-        return "not reached"
+        return "not run"
     text = str(value) if isinstance(value, int) else f"{value:.3g}"
     return text if error is None else f"{text} ± {error:.2g}"
