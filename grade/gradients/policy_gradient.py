@@ -395,7 +395,8 @@ class PolicyGradient(Learner):
             reward = scored_rewards(self.backbone, *completions.text, objective)
         returns = penalised(reward, kl, mask, objective.beta)
         check_finite(reward.nan_to_num(0.0), returns.nan_to_num(0.0))
-        seen = _Experience(completions, reference, logps, kl, reward, scores_of(objective), returns, returns)
+        scores = objective.reward_model.last
+        seen = _Experience(completions, reference, logps, kl, reward, scores, returns, returns)
         if self.value_head is None:
             return seen
         values = self.value_head(hidden)
@@ -464,16 +465,11 @@ def _result(seen: _Experience) -> GradientStep:
 def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Rewards [B] of completions, which must be finite; NaN where every function returned None."""
     reward = objective.score(backbone, prompts, ids, mask)
-    parts = getattr(scores_of(objective), "values", None)
+    parts = getattr(objective.reward_model.last, "values", None)
     none = torch.stack(list(parts.values())).isnan().all(0) if parts else torch.zeros_like(reward, dtype=torch.bool)
     given = reward.masked_fill(none, 0.0)
     check_finite(given, given)
     return given.masked_fill(none, torch.nan)
-
-
-def scores_of(objective: Objective) -> Any:
-    """What each reward gave to the completions that were scored last, if the objective's reward says so."""
-    return getattr(objective.reward_model, "last", None)
 
 
 def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:

@@ -38,7 +38,6 @@ from grade.gradients.policy_gradient import (
     StepContext,
     penalised,
     scored_rewards,
-    scores_of,
 )
 from grade.gradients.tilt import Agreement, fit_values, gradient_values
 from grade.models.scoring import token_kl
@@ -175,7 +174,7 @@ class TiltLearner(Learner):
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
         kl = token_kl(self.backbone, self.hidden(prompts, ids), self.reference(prompts, ids), mask)
         loss = -penalised(reward, kl, mask, objective.beta).nanmean().nan_to_num(0.0)
-        return GradientStep(ids, mask, reward, kl, loss, scores=scores_of(objective))
+        return GradientStep(ids, mask, reward, kl, loss, scores=objective.reward_model.last)
 
     def _remember(self, parts: Sequence[GradientStep], context: StepContext) -> None:
         """Add completions of all processes; those are also a test of the values fitted before."""
