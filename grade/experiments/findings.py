@@ -1,6 +1,7 @@
-"""What the notebook of an experiment leaves in its folder: figures and verdicts on a document's claims."""
+"""What the notebook of an experiment leaves in its folder: figures, tables, and verdicts on a document's claims."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from IPython.display import Image, display
 from matplotlib.figure import Figure
 
 from grade.experiments.claims import COLUMNS, Claim, claims_table, write_claims
+from grade.files import write_text
 
 ROOT = Path(__file__).parents[2]
 """The project's root: where relative paths of a notebook's parameters start, wherever its kernel runs."""
@@ -34,6 +36,24 @@ def save_figure(figure: Figure, path: str | Path) -> Image:
         picture.convert("RGB").quantize(MOST_COLORS).save(path, optimize=True)
     plt.close(figure)
     return Image(path, width=int(100 * figure.get_figwidth()))
+
+
+def kept_table(path: str | Path, settings: Mapping[str, Any], make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A table that takes minutes: read from a file if these settings made it, otherwise made and written there.
+
+    Args:
+        path: A file of CSV. Its first line holds the settings, as JSON after "# ".
+        settings: Everything that the rows depend on besides the code. Who changes the code deletes the file.
+        make: Makes the rows; the index is not kept. Text comes back as it was, except "NaN", which is a missing number.
+
+    Returns:
+        The rows as they were written, numbers bit by bit, so that a table is the same whether it was made or read.
+    """
+    path, first = Path(path), f"# {json.dumps(settings)}\n"
+    if not path.is_file() or path.open(encoding="utf-8").readline() != first:
+        write_text(path, first + make().to_csv(index=False, na_rep="NaN", lineterminator="\n"))
+    options = dict(keep_default_na=False, na_values=["NaN"], lineterminator="\n")  # text may hold \r, or nothing
+    return pd.read_csv(path, skiprows=1, float_precision="round_trip", **options)
 
 
 def save_verdicts(document: str, rows: Iterable[Sequence[Any]], folder: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import PIL.Image
 import pytest
 from imports import ROOT
@@ -9,7 +10,7 @@ from imports import ROOT
 from grade.errors import InputError
 from grade.experiments import findings
 from grade.experiments.claims import read_claims
-from grade.experiments.findings import MOST_COLORS, output_folder, save_figure, save_verdicts
+from grade.experiments.findings import MOST_COLORS, kept_table, output_folder, save_figure, save_verdicts
 
 ROW = ("weights halve", "50%", 49.5, "%", "traced", True, "of float32")
 
@@ -35,6 +36,20 @@ def test_a_figure_is_written_with_few_colours_and_closed(tmp_path):
         assert len(picture.convert("RGB").getcolors()) <= MOST_COLORS
     assert image.data == (tmp_path / "figures/noise.png").read_bytes()
     assert not plt.fignum_exists(figure.number)
+
+
+def test_a_kept_table_is_made_once_for_its_settings_and_comes_back_bit_by_bit(tmp_path):
+    rows = pd.DataFrame(dict(number=[0.1 + 0.2, float("nan")], text=["one\r\ntwo", ""], count=[1, 2]))
+    made = []
+
+    def make():
+        made.append(1)
+        return rows
+
+    tables = [kept_table(tmp_path / "runs/a.csv", dict(seed=seed), make) for seed in (0, 0, 1)]
+    assert len(made) == 2  # other settings make it anew
+    for table in tables:
+        pd.testing.assert_frame_equal(table, rows, check_exact=True, check_dtype=False)
 
 
 def test_verdicts_are_written_in_order_and_shown(tmp_path, shown):
