@@ -11,6 +11,30 @@ Draw = Callable[[tuple[int, ...]], Tensor]
 """Gives new noise of a shape at every call."""
 
 
+class RowGenerator(torch.Generator):
+    """A generator for consecutive rows of a batch: `draw_rows` draws for the whole batch, and takes these.
+
+    So a row's noise depends on the seed and its number in the batch, and not on how the batch is cut into parts. The
+    other rows' noise is the price.
+    """
+
+    def __new__(cls, device: torch.device, seed: int, first: int, batch: int) -> RowGenerator:
+        """For the rows from number ``first`` on of a batch of so many."""
+        generator = super().__new__(cls, device=device)
+        generator.manual_seed(seed)
+        generator.first, generator.batch = first, batch
+        return generator
+
+
+def draw_rows(
+    shape: tuple[int, ...], generator: torch.Generator, draw: Callable[[tuple[int, ...]], Tensor]
+) -> Tensor:  # fmt: skip
+    """What ``draw`` makes of a shape [n, ...]; with a `RowGenerator` of its batch's, whose n rows are taken."""
+    if not isinstance(generator, RowGenerator):
+        return draw(shape)
+    return draw((generator.batch, *shape[1:]))[generator.first : generator.first + shape[0]]
+
+
 def gumbel_noise(
     shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str | None = None
 ) -> Tensor:
@@ -23,8 +47,11 @@ def gumbel_noise(
 
 def exponential_noise(shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str) -> Tensor:
     """Standard exponential noise in float32, at least the smallest normal number, so that its logarithm is finite."""
-    empty = torch.empty(shape, dtype=torch.float32, device=device)
-    return empty.exponential_(generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device).exponential_(generator=generator)
+
+    return draw_rows(shape, generator, draw).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 class NoiseBlocks:

@@ -9,6 +9,7 @@ at a time, the same product streams the weight at about twice the speed (float32
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from grade.errors import InputError
 from grade.models.batch import PromptBatch
-from grade.models.noise import Draw, gumbel_noise
+from grade.models.noise import Draw, draw_rows, gumbel_noise
 from grade.models.policy import Policy
 
 BLOCK = 256
@@ -199,7 +200,8 @@ def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
     total = ends[:, -1:]
-    u = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=logits.device) * total
+    uniform = partial(torch.rand, generator=generator, dtype=torch.float64, device=logits.device)
+    u = draw_rows(tuple(total.shape), generator, uniform) * total
     block = torch.searchsorted(ends, u, right=True).clamp(max=ends.shape[1] - 1)
     size = sums.gather(1, block)
     inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)

@@ -33,7 +33,7 @@ OPTIMIZER_FILE, SCHEDULER_FILE, LEARNER_FILE = "optimizer.pt", "scheduler.pt", "
 REFERENCE_FILE = "reference.safetensors"
 LOG_FILE, STATE_FILE = "trainer_state.json", "grade_state.json"
 FREE = {
-    "output_dir", "run_name", "report_to", "disable_tqdm", "base_name", "samples", "log_completions", "use_cpu",
+    "output_dir", "report_to", "disable_tqdm", "base_name", "samples", "log_completions", "use_cpu",
     "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "eval_on_start",
     "sampler", "sampler_folder",
 }  # fmt: skip

@@ -78,8 +78,6 @@ class GradeConfig(MethodConfig):
         0, description="steps of a linear ramp of the learning rate; below 1: their share"
     )
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW decay of the first moment")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW decay of the second moment")
     max_grad_norm: NonNegativeFloat = Field(
         1.0, description="the gradient is clipped to this norm; 0: it is not clipped"
     )
@@ -102,14 +100,10 @@ class GradeConfig(MethodConfig):
     )
     kl_eval_prompts: NonNegativeInt = Field(64, description="how many of those prompts KL is computed on")
     per_device_eval_batch_size: PositiveInt = Field(64, description="prompts sampled at once in an evaluation")
-    eval_noise_block: PositiveInt = Field(
-        64, description="prompts whose noise an evaluation draws together; unlike the batch size, this changes results"
-    )
 
     logging_steps: PositiveInt = Field(1, description="steps between rows of the log")
     log_completions: bool = Field(False, description="write completions and rewards as a table every logging_steps")
     report_to: str | list[str] = Field("none", description="none, all, or names of trackers, as for transformers")
-    run_name: str | None = Field(None, description="the run's name in a tracker")
     disable_tqdm: bool | None = Field(None, description="no progress bar; null: a bar on a terminal only")
     save_strategy: Literal["no", "steps", "best"] = Field(
         "steps", description="checkpoints every save_steps, after the best evaluation so far, or none"

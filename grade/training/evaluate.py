@@ -33,6 +33,8 @@ from grade.stats import Estimate
 if TYPE_CHECKING:
     from grade.rewards.gold import GoldJudge
 
+NOISE_BLOCK = 64
+"""Prompts whose noise is drawn together, see `grade.models.noise.NoiseBlocks`; another number is another sample."""
 MEANS = {"reward": "reward_mean", "gold": "gold_mean", "kl": "kl"}
 """What is averaged, and the name of its mean."""
 
@@ -124,7 +126,6 @@ def evaluate(
     batch_size: int = 64,
     kl_prompts: int = 64,
     seed: int = 1,
-    noise_block: int = 64,
     encode: Callable[[Sequence[Mapping[str, Any]]], PromptBatch] | None = None,
     rank: int = 0,
     processes: int = 1,
@@ -143,7 +144,6 @@ def evaluate(
         batch_size: Prompts sampled at once.
         kl_prompts: Number of prompts, from the first, on which KL is computed (it needs a pass of the reference).
         seed: Seed of the noise.
-        noise_block: Prompts whose noise is drawn together, see `grade.models.noise.NoiseBlocks`.
         encode: From rows to prompts, in place of cutting them to ``max_prompt_tokens``.
         rank: This process.
         processes: How many share the work.
@@ -161,7 +161,7 @@ def evaluate(
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
     objective = Objective(reward_model, scope=scope)
     generator = torch.Generator(backbone.device).manual_seed(seed)
-    noise = NoiseBlocks(generator, len(rows), backbone.vocab_size, max_new_tokens, noise_block)
+    noise = NoiseBlocks(generator, len(rows), backbone.vocab_size, max_new_tokens, NOISE_BLOCK)
     starts, own = range(0, len(rows), batch_size), []
     # Each pass of a divided base needs all processes: one that has no batch left does the last one again.
     rounds = len(starts) if not backbone.lockstep else -(-len(starts) // processes) * processes

@@ -4,9 +4,9 @@ A step has `gradient_accumulation_steps` microbatches on each process. Each adds
 give the gradient of the whole batch (losses are means over sequences, see `grade.gradients.objective`). A method
 (`grade.gradients.methods`) samples the whole step, has it scored, and updates once or several times.
 
-A microbatch's noise is seeded by run, step and number in the step, so it depends neither on the process that runs it
-nor on where a run was resumed. Two processes give the gradients of one process with twice the accumulation: only the
-adapter's gradients are summed over processes.
+A completion's noise depends on run, step and its number in the step: not on the microbatches that a step is cut into,
+nor on the process, nor on where a run was resumed. Two processes give the gradients of one process with twice the
+accumulation: only the adapter's gradients are summed over processes.
 
 Callbacks and trackers are transformers' own (`CallbackHandler`); they see a run as one epoch.
 
@@ -39,6 +39,7 @@ from grade.gradients.methods import AUTO, METHODS, TEACHER
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Microbatch, StepContext, prompts_of
 from grade.models.head import wide
+from grade.models.noise import RowGenerator
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.sampling import generate
 from grade.models.token_bias import BIAS_FILE
@@ -203,10 +204,7 @@ class GradeTrainer:
             groups: list[dict[str, Any]] = [{"params": self.backbone.trainable_parameters()}]
             if others := self.method.parameters():
                 groups.append({"params": others, "lr": config.value_learning_rate})
-            self.optimizer = torch.optim.AdamW(
-                groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                weight_decay=config.weight_decay,
-            )  # fmt: skip
+            self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay)
         if self.lr_scheduler is None and config.max_steps > 0:
             self.lr_scheduler = get_scheduler(
                 config.lr_scheduler_type, self.optimizer, self.args.get_warmup_steps(config.max_steps), config.max_steps
@@ -322,11 +320,12 @@ class GradeTrainer:
 
     def _microbatch(self, step: int, number: int) -> Microbatch:
         """A prompt for each completion of a microbatch, with the generator for them, or the completions."""
-        seed = np.random.SeedSequence([self.config.seed, step, number]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
+        config, batch = self.config, self.config.per_device_train_batch_size
+        seed = np.random.SeedSequence([config.seed, step, 0]).generate_state(1, np.uint64)[0]
+        first = number * batch
+        generator = RowGenerator(self.backbone.device, int(seed >> 1), first, config.microbatches * batch)
         rows = self.order.prompts(step, number)
-        prompts = self.encode([self.train_dataset[i] for i in rows])
-        prompts = prompts.repeat(self.config.per_device_train_batch_size // len(rows))
+        prompts = self.encode([self.train_dataset[i] for i in rows]).repeat(batch // len(rows))
         if self.sampler is None:
             return prompts, generator
         completions, figures = self.sampler.sample(self.backbone, prompts, generator, step)
@@ -471,8 +470,7 @@ class GradeTrainer:
             self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,
             max_new_tokens=config.max_completion_length, min_new_tokens=config.min_completion_length,
             scope=config.reward_scope, batch_size=config.per_device_eval_batch_size, kl_prompts=config.kl_eval_prompts,
-            noise_block=config.eval_noise_block, encode=self.encode, rank=config.process_index,
-            processes=config.world_size,
+            encode=self.encode, rank=config.process_index, processes=config.world_size,
         )  # fmt: skip
         if metric_key_prefix == "eval":
             self.evaluations[step] = evaluation

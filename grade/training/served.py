@@ -24,6 +24,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -39,6 +40,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.policy_gradient import Completions
+from grade.models.noise import draw_rows
 from grade.models.scoring import completion_logps
 
 if TYPE_CHECKING:
@@ -163,11 +165,12 @@ class StepSampler:
             "min_tokens": self.config.min_completion_length, "temperature": self.config.temperature,
             "stop_token_ids": list(backbone.eos_token_ids),
         }  # fmt: skip
-        requests = []
-        for prompt, equal in groupby(prompts.rows()):
-            # Below 2^62, as the server counts up from it for the n completions.
-            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-            requests.append(settings | {"prompt": prompt, "n": len(list(equal)), "seed": seed})
+        # Below 2^62, as the server counts up from it for the n completions of a request; its first row's.
+        number = partial(torch.randint, 2**62, generator=generator, device=generator.device)
+        seeds, requests = draw_rows((len(prompts),), generator, number).tolist(), []
+        for prompt, equal in groupby(zip(prompts.rows(), seeds, strict=True), key=lambda row: row[0]):
+            (_, seed), *others = equal
+            requests.append(settings | {"prompt": prompt, "n": 1 + len(others), "seed": seed})
         with ThreadPoolExecutor(REQUESTS) as pool:
             answers = list(pool.map(lambda body: self._post("/v1/completions", body).json(), requests))
         choices = [each for answer in answers for each in sorted(answer["choices"], key=lambda each: each["index"])]

@@ -42,13 +42,9 @@ def test_values_are_those_of_the_completions_that_the_seed_draws(task, evaluatio
     assert evaluation.gold.tolist() == task.judge.score(texts).tolist()
 
 
-@pytest.mark.parametrize(
-    "changes", [dict(batch_size=2), dict(batch_size=2, noise_block=7), dict(kl_prompts=3, batch_size=2)]
-)
+@pytest.mark.parametrize("changes", [dict(batch_size=2), dict(kl_prompts=3, batch_size=2)])
 def test_batches_change_nothing_and_kl_is_of_the_first_prompts_alone(task, evaluation, changes):
-    other = evaluate(
-        task.backbone, task.validation_prompts[:7], task.reward_model, **SIZES | {"noise_block": 64} | changes
-    )
+    other = evaluate(task.backbone, task.validation_prompts[:7], task.reward_model, **SIZES | changes)
     assert other.completions == evaluation.completions
     assert len(other.kl) == changes.get("kl_prompts", 7)
     assert other.kl == pytest.approx(evaluation.kl[: len(other.kl)], abs=1e-6)

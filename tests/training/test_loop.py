@@ -25,6 +25,7 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.rewards.base import Reward
 from grade.training.toy import toy_task
 
 SMALL = dict(
@@ -41,6 +42,22 @@ def base(base):
 
 def length(completions, **_):
     return [float(len(text)) for text in completions]
+
+
+class Recorded(Reward):
+    """A direction in the mean embedding; what is scored is noted, as lists of tokens."""
+
+    scope = "completion"
+
+    def __init__(self, direction, drawn):
+        self.direction, self.drawn = direction, drawn
+
+    def score(self, policy, prompts, ids, mask):
+        self.drawn += [row[: int(n)].tolist() for row, n in zip(ids, mask.sum(1), strict=True)]
+        return super().score(policy, prompts, ids, mask)
+
+    def differentiable(self, embeds, mask):
+        return ((embeds @ self.direction) * mask).sum(1) / mask.sum(1)
 
 
 def trainer(model, output, reward=length, dataset=PROMPTS, held_out=None, callbacks=None, peft_config=None, **changes):
@@ -134,24 +151,25 @@ def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
         assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["rloo", "reinforce", "remax", "tilt"])
-def test_completions_of_a_prompt_may_lie_in_several_microbatches(base, tmp_path, method):
-    """Two prompts of four completions, two at a time: as many as a microbatch of eight has, of the same prompts."""
-    prompts = []
-
-    def reward(prompts, completions, **_):
-        asked.extend(prompts)
-        return length(completions)
-
-    for sizes in ((8, 1), (2, 4)):
-        asked = []
-        changes = dict(method=method, per_device_train_batch_size=sizes[0], gradient_accumulation_steps=sizes[1])
-        made = trainer(base, tmp_path / str(sizes[0]), reward, **changes)
+@pytest.mark.parametrize("method", ["rloo", "grpo", "reinforce", "remax", "tilt", "ste", "gumbel_rao"])
+def test_however_a_step_is_cut_into_microbatches_it_is_one_run(base, tmp_path, method):
+    """Two prompts of four completions, all at once or one after the other."""
+    found, relaxed = [], method in ("ste", "gumbel_rao")
+    for batch, accumulation in ((8, 1), (1, 8)):
+        policy = Backbone.load(base, dtype="float64", lora=LoraSettings(), seed=0)
+        drawn, mean = [], policy.embedding_weight.detach().mean(0)
+        reward = Recorded(mean, drawn)
+        changes = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
+        changes |= dict(reward_scope="completion") | ({} if relaxed else dict(num_generations=4))
+        changes |= dict(beta=0.1) if method == "tilt" else dict(beta=0.0)
+        made = trainer(policy, tmp_path / str(batch), reward, method=method, **changes)
         made.train()
         samples = [row["num_samples"] for row in made.state.log_history if "loss" in row]
-        prompts.append([asked[: len(asked) // 2], asked[len(asked) // 2 :]])  # of each step
-    assert samples == ([10, 20] if method == "remax" else [8, 16])
-    assert sorted(map(sorted, prompts[0])) == sorted(map(sorted, prompts[1]))
+        assert samples == ([10, 20] if method == "remax" else [8, 16])
+        found.append((drawn, torch.cat([p.flatten() for p in policy.trainable_parameters()])))
+    (drawn, weights), (others, moved) = found
+    assert sorted(others) == sorted(drawn) and (relaxed or len(drawn) == samples[-1])
+    assert torch.allclose(moved, weights, rtol=0, atol=1e-9)  # AdamW divides a gradient by its size
 
 
 def test_early_stopping_and_the_best_model(base, tmp_path):
