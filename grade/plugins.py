@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import importlib
+from operator import attrgetter
 from typing import Any
 
 
 def import_object(path: str) -> Any:
-    """The object that an import path ``package.module:name`` names.
+    """The object that an import path ``package.module:name`` or ``package.module:Class.name`` names.
 
     >>> import_object("math:tau") == 2 * import_object("math:pi")
     True
     """
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return attrgetter(name)(importlib.import_module(module))
 
 
 REWARDS = {"hf": "grade.rewards.classifier:classifier_reward"}
 """Makers of rewards, by what stands before the colon of a reward's name."""
+REWARD_FOLDER = "grade.rewards.model:load_reward"
+"""Reads a folder that ``grade reward`` wrote."""
+SELF_CERTAINTY = "grade.rewards.certainty:CertaintyReward"
+"""The policy's own certainty as a reward."""
+JUDGE = "grade.rewards.gold:GoldJudge.load"
+"""Reads the judge that training never sees."""
+ESTIMATORS: dict[str, str] = {
+    "gumbel": "grade.gradients.estimators:GumbelSoftmax",
+    "ste": "grade.gradients.estimators:Estimator",
+    "gumbel_rao": "grade.gradients.straight_through:RaoBlackwellised",
+    "reinmax": "grade.gradients.straight_through:ReinMax",
+    "st": "grade.gradients.straight_through:DenseStraightThrough",
+}
+"""Estimators by name, as import paths."""

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
+from grade.gradients.objective import ROUNDING, relative
 
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation."""
-ROUNDING = 4
-"""Values that differ by at most this many units of rounding are equal: no completion is better than another."""
 
 
 def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
@@ -42,19 +41,6 @@ def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
     for mean in means:
         total, weight = momentum * total + mean, momentum * weight + 1
     return total / weight if weight else 0.0
-
-
-def relative(values: Tensor) -> Tensor:
-    """Values [N, G] minus their group's mean, exactly 0 where a group differs by rounding alone; NaN stays, uncounted.
-
-    >>> relative(torch.tensor([[1.0, 3.0, torch.nan], [1.0, 1.0000001, 1.0]]))
-    tensor([[-1.,  1., nan],
-            [ 0.,  0.,  0.]])
-    """
-    most, least = values.nan_to_num(-torch.inf).amax(1), values.nan_to_num(torch.inf).amin(1)
-    largest = values.abs().nan_to_num(0.0).amax(1)
-    differ = most - least > ROUNDING * torch.finfo(values.dtype).eps * largest
-    return (values - values.nanmean(1, keepdim=True)) * differ.unsqueeze(1)
 
 
 def rloo(returns: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS
-from grade.plugins import import_object
+from grade.plugins import ESTIMATORS, import_object
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 

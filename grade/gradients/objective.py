@@ -19,6 +19,8 @@ from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_value
 
 ANY_REWARD = "reinforce, rloo, remax, grpo, ppo"
 """Methods that take any reward, for an error's text."""
+ROUNDING = 4
+"""Values that differ by at most this many units of rounding are equal: no completion is better than another."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,19 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """
     mask = mask.to(values.dtype)
     return (values * mask).sum(-1) / mask.sum(-1)
+
+
+def relative(values: Tensor) -> Tensor:
+    """Values [N, G] minus their group's mean, exactly 0 where a group differs by rounding alone; NaN stays, uncounted.
+
+    >>> relative(torch.tensor([[1.0, 3.0, torch.nan], [1.0, 1.0000001, 1.0]]))
+    tensor([[-1.,  1., nan],
+            [ 0.,  0.,  0.]])
+    """
+    most, least = values.nan_to_num(-torch.inf).amax(1), values.nan_to_num(torch.inf).amin(1)
+    largest = values.abs().nan_to_num(0.0).amax(1)
+    differ = most - least > ROUNDING * torch.finfo(values.dtype).eps * largest
+    return (values - values.nanmean(1, keepdim=True)) * differ.unsqueeze(1)
 
 
 def check_finite(reward: Tensor, loss: Tensor) -> None:

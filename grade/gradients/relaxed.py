@@ -13,9 +13,9 @@ from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import RelaxationConfig, Support, tau_at
+from grade.gradients.learner import Learner, Microbatch, StepContext
 from grade.gradients.methods import RELAXED, Tau
 from grade.gradients.objective import Engine, GradientStep, Objective
-from grade.gradients.policy_gradient import Learner, Microbatch, StepContext
 
 
 def _several(size: int) -> int:

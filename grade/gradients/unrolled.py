@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, find_estimator
+from grade.gradients.estimators import RelaxationConfig, find_estimator
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.batch import PromptBatch
 from grade.models.head import EmbeddingTable, kl_divergence, weighted_embedding
 from grade.models.sampling import check_length, forbid_eos, is_eos
+from grade.plugins import ESTIMATORS
 
 
 @dataclass(frozen=True)

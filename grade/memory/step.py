@@ -18,8 +18,9 @@ from transformers import PretrainedConfig
 
 from grade.errors import InputError
 from grade.gradients.engines import make_engine
+from grade.gradients.learner import StepContext
 from grade.gradients.objective import Objective
-from grade.gradients.policy_gradient import PolicyGradient, StepContext
+from grade.gradients.policy_gradient import PolicyGradient
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.models import build_backbone, model_config
 from grade.memory.records import Category, LiveTracker

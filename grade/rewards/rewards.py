@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from grade.errors import InputError
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
-from grade.plugins import REWARDS, import_object
+from grade.plugins import REWARD_FOLDER, REWARDS, SELF_CERTAINTY, import_object
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
 from grade.rewards.functions import FunctionReward, Log, decode_texts, run_functions
-from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -128,19 +127,27 @@ def make_rewards(
     weights: Sequence[float] | None = None,
     processing_classes: Any = None,
     scope: RewardScope = "prompt_and_completion",
+    self_certainty: bool = False,
 ) -> Rewards:
-    """The weighted sum of a trainer's rewards: one, or a list, of what `make_reward` takes.
+    """The weighted sum of a trainer's rewards: none, one, or a list, of what `make_reward` takes.
 
     ``processing_classes`` are the classifiers' tokenizers: one, or a list with None where the default will do.
+    ``self_certainty`` adds the policy's own, with weight 1.
     """
     if isinstance(reward_funcs, Rewards):
-        return reward_funcs
-    funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        if not self_certainty:
+            return reward_funcs
+        reward_funcs, weights = reward_funcs.parts, reward_funcs.weights
+    funcs = [] if reward_funcs is None else reward_funcs
+    funcs = list(funcs) if isinstance(funcs, (list, tuple)) else [funcs]
     tokenizers = [None] * len(funcs) if processing_classes is None else processing_classes
     tokenizers = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(funcs):
         raise InputError("reward_processing_classes", len(tokenizers), f"{len(funcs)}, one for each reward")
     parts = [make_reward(one, backbone, scope, tokenizer) for one, tokenizer in zip(funcs, tokenizers, strict=True)]
+    if self_certainty:
+        weights = [*([1.0] * len(parts) if weights is None else weights), 1.0]
+        parts.append(import_object(SELF_CERTAINTY)())
     return Rewards(parts, weights, scope, wide(backbone.dtype))
 
 
@@ -156,7 +163,7 @@ def make_reward(
     if isinstance(reward, str):
         kind, colon, name = reward.partition(":")
         if (Path(reward) / "reward.json").is_file():
-            reward = load_reward(reward, backbone)
+            reward = import_object(REWARD_FOLDER)(reward, backbone)
         elif colon and kind not in REWARDS:
             reward = _imported(reward)
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,9 +29,6 @@ from grade.models.scoring import sequence_kl
 from grade.results import progress
 from grade.rewards.base import Reward, RewardScope
 from grade.stats import Estimate
-
-if TYPE_CHECKING:
-    from grade.rewards.gold import GoldJudge
 
 NOISE_BLOCK = 64
 """Prompts whose noise is drawn together, see `grade.models.noise.NoiseBlocks`; another number is another sample."""
@@ -117,7 +114,7 @@ def evaluate(
     backbone: Backbone,
     prompts: Sequence[str] | Sequence[Mapping[str, Any]],
     reward_model: Reward,
-    judge: GoldJudge | None = None,
+    judge: Any = None,
     *,
     max_new_tokens: int = 24,
     max_prompt_tokens: int = 12,
@@ -136,7 +133,7 @@ def evaluate(
         backbone: The policy.
         prompts: Texts, or rows with a ``prompt``.
         reward_model: The reward that training sees.
-        judge: The gold judge, which scores the decoded prompt and completion.
+        judge: The gold judge, whose ``score(texts)`` gets each prompt with its completion.
         max_new_tokens: T.
         max_prompt_tokens: Prompts are cut to this many tokens.
         min_new_tokens: End-of-sequence is not sampled before this many tokens.

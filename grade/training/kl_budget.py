@@ -35,6 +35,7 @@ from grade.gradients.methods import MethodConfig
 from grade.models.backbone import Backbone
 from grade.models.parameters import restoring, set_values
 from grade.models.prompts import PromptBatch
+from grade.models.sampling import generate
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 
 LONGEST = 4.0
@@ -146,8 +147,11 @@ class KLSteering:
         figures = {"kl_budget": budget.after(step), "kl_scale": scale}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 
-    def land(self, batch: BatchKL, direction: Tensor | None = None) -> None:
-        """Scale the adapter, or the token bias along its direction, to the target, on completions drawn for that."""
+    def land(self, prompts: PromptBatch, generator: torch.Generator, direction: Tensor | None = None) -> None:
+        """Scale the adapter, or the token bias along its direction, to the target, on completions of these prompts."""
+        least, most = self.config.min_completion_length, self.config.max_completion_length
+        ids, mask = generate(self.backbone, prompts, most, generator, min_new_tokens=least)
+        batch = BatchKL(self.backbone, [(prompts, ids, mask)], least)
         if direction is not None:
             set_length(self.backbone, batch, direction, self.config.target_kl, LAST_TOLERANCE)
             return

@@ -17,8 +17,7 @@ from grade.errors import InputError
 from grade.files import require_source
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.plugins import import_object
-from grade.rewards.gold import GoldJudge
+from grade.plugins import JUDGE, import_object
 from grade.rewards.rewards import make_rewards
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Task:
 
     backbone: Backbone  # the policy
     reward_model: Any  # the reward, anything that `grade.rewards.rewards.make_rewards` takes; or None
-    judge: GoldJudge | None  # scores texts in evaluations only
+    judge: Any  # its ``score(texts)`` gives numbers for evaluations only; or None
     train_prompts: Prompts  # texts, or rows of a dataset with a ``prompt``
     validation_prompts: Prompts  # the same, held out
 
@@ -69,7 +68,7 @@ def load_task(
     rewards = None
     if config.reward:
         rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
-    judge = GoldJudge.load(config.gold) if config.gold else None
+    judge = import_object(JUDGE)(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset, field="train_dataset")
     held_out = load_prompts(config.eval_dataset, field="eval_dataset") if config.eval_dataset else []
     for name in ("eval_prompts", "final_eval_prompts"):

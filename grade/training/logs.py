@@ -20,8 +20,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 
 from grade.errors import InputError
-from grade.gradients.losses import relative
-from grade.gradients.objective import GradientStep, sequence_mean
+from grade.gradients.objective import GradientStep, relative, sequence_mean
 from grade.models.prompts import PromptBatch, decode
 from grade.models.sampling import is_eos
 from grade.results import is_timed, timeless, write_history

@@ -35,22 +35,18 @@ from transformers.trainer_utils import TrainOutput
 
 from grade.errors import InputError
 from grade.files import atomic, write_text
+from grade.gradients.learner import Microbatch, StepContext, prompts_of
 from grade.gradients.methods import AUTO, METHODS, TEACHER
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import Microbatch, StepContext, prompts_of
-from grade.models.head import wide
 from grade.models.noise import RowGenerator
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
-from grade.models.sampling import generate
 from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
-from grade.rewards.certainty import CertaintyReward
-from grade.rewards.rewards import Rewards, make_rewards
+from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, restore_best, save_checkpoint
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.kl_budget import BatchKL, KLSteering
 from grade.training.load import make_policy, place_policy
 from grade.training.logs import Lines, LogBuffer, history_rows, write_log
 from grade.training.order import Order
@@ -60,12 +56,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grade.models.backbone import Backbone
-    from grade.rewards.gold import GoldJudge
 
 logger = logging.getLogger(__name__)
 
 SAMPLER = "grade.training.served:StepSampler"
 """Completions from another sampler."""
+STEERING = "grade.training.kl_budget:KLSteering"
+"""Keeps KL on a schedule."""
 TEACHER_REWARD = "grade.training.teacher:add_teacher"
 """A teacher beside rewards, or alone."""
 
@@ -87,7 +84,7 @@ class GradeTrainer:
         callbacks: Further callbacks of transformers.
         optimizers: Optimizer of the adapter's parameters and its schedule; None: AdamW and ``lr_scheduler_type``.
         peft_config: LoRA settings; None: this project's defaults (rank 16, attention).
-        judge: Scores texts in evaluations only; training never sees it.
+        judge: Its ``score(texts)`` gives numbers for evaluations; training never sees it.
         teacher: A model in place of ``args.teacher``. Without rewards it is what is learned, with method `teacher`.
 
     Attributes:
@@ -114,7 +111,7 @@ class GradeTrainer:
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         peft_config: LoraConfig | None = None,
-        judge: GoldJudge | None = None,
+        judge: Any = None,
         teacher: PreTrainedModel | str | None = None,
     ) -> None:
         if args is None:
@@ -130,14 +127,11 @@ class GradeTrainer:
         self.backbone.set_reference(self.backbone.policy_values())
         teacher = teacher or getattr(config, "teacher", None)
         rewards, certain = None, getattr(config, "self_certainty_reward", False)
-        if reward_funcs not in (None, []) or (teacher is None and not certain):
+        if reward_funcs not in (None, []) or teacher is None or certain:
             rewards = make_rewards(
-                reward_funcs, self.backbone, config.reward_weights, reward_processing_classes, config.reward_scope
-            )
-        if certain:
-            parts, weights = ([], []) if rewards is None else (rewards.parts, rewards.weights)
-            dtype = wide(self.backbone.dtype)
-            rewards = Rewards([*parts, CertaintyReward()], [*weights, 1.0], config.reward_scope, dtype)
+                reward_funcs, self.backbone, config.reward_weights, reward_processing_classes, config.reward_scope,
+                certain,
+            )  # fmt: skip
         self.config = config = self._with_method(config, rewards, teacher)
         self.train_dataset = self._checked_rows(train_dataset, "train_dataset")
         self.rows = 0 if self.train_dataset is None else len(self.train_dataset)
@@ -161,7 +155,9 @@ class GradeTrainer:
             self.chosen["token bias"] = f"in {BIAS_FILE}, which PEFT alone does not read and `grade merge` keeps"
         self.sampler = import_object(SAMPLER)(config) if hasattr(config, "sampler") else None
         self.args = config.training_arguments
-        self.steering = None if config.target_kl is None else KLSteering(self.backbone, config, self._sum)
+        self.steering = None
+        if config.target_kl is not None:
+            self.steering = import_object(STEERING)(self.backbone, config, self._sum)
         self.accelerator = Accelerator(cpu=config.use_cpu)
         self.log_buffer = LogBuffer(
             self.backbone.tokenizer if config.log_completions else None, self.backbone.eos_token_ids
@@ -304,7 +300,7 @@ class GradeTrainer:
         self.optimizer.zero_grad()
         self.state.global_step, self.state.epoch = step, self.passes(step)
         if self.steering is not None and step == config.max_steps:
-            self.steering.land(self._fresh_batch(self.steering.landing), self.method.direction)
+            self._land()
         self.log_buffer.add({"step_time": time.perf_counter() - start})
         self.seconds += time.perf_counter() - start
 
@@ -384,15 +380,12 @@ class GradeTrainer:
             mean = mean / having
         return float(mean)
 
-    def _fresh_batch(self, number: int) -> BatchKL:
-        """KL along completions for prompts drawn anew, the same on all processes."""
-        config = self.config
-        rng = np.random.default_rng([config.seed, 2, self.state.global_step])
-        prompts = self.encode([self.train_dataset[int(i)] for i in rng.choice(self.rows, number)])
+    def _land(self) -> None:
+        """Scale the last step to the target, along completions of prompts drawn anew, the same on all processes."""
+        rng = np.random.default_rng([self.config.seed, 2, self.state.global_step])
+        prompts = self.encode([self.train_dataset[int(i)] for i in rng.choice(self.rows, self.steering.landing)])
         generator = torch.Generator(self.backbone.device).manual_seed(int(rng.integers(2**31)))
-        least = config.min_completion_length
-        ids, mask = generate(self.backbone, prompts, config.max_completion_length, generator, min_new_tokens=least)
-        return BatchKL(self.backbone, [(prompts, ids, mask)], least)
+        self.steering.land(prompts, generator, self.method.direction)
 
     # ---- log, evaluation, checkpoints ----
     def _log_evaluate_save(self) -> None:

@@ -39,7 +39,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.gradients.policy_gradient import Completions
+from grade.gradients.learner import Completions
 from grade.models.noise import draw_rows
 from grade.models.scoring import completion_logps
 

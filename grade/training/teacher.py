@@ -43,9 +43,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from grade.config import Config, Text
 from grade.errors import InputError
+from grade.gradients.learner import Completions, Learner
 from grade.gradients.methods import TEACHER
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
-from grade.gradients.policy_gradient import Completions, Learner
 from grade.models.adapter import has_lora, saved_values
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.models.base import FrozenBase

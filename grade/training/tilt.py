@@ -28,17 +28,10 @@ from torch import Tensor, nn
 
 from grade.config import allowed_names
 from grade.errors import InputError
+from grade.gradients.learner import Completions, Learner, Microbatch, StepContext
 from grade.gradients.methods import AUTO, FALLBACK, METHODS, TILT
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import (
-    Completions,
-    GroupSettings,
-    Learner,
-    Microbatch,
-    StepContext,
-    penalised,
-    scored_rewards,
-)
+from grade.gradients.policy_gradient import GroupSettings, penalised, scored_rewards
 from grade.gradients.tilt import Agreement, fit_values, gradient_values
 from grade.models.scoring import token_kl
 from grade.plugins import import_object

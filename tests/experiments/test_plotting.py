@@ -4,8 +4,8 @@ import pytest
 
 from grade.errors import InputError
 from grade.experiments.plotting import color, marker
-from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.methods import POLICY_GRADIENTS
+from grade.plugins import ESTIMATORS
 
 
 def test_every_method_has_a_colour_and_a_mark_of_its_own():

@@ -5,9 +5,10 @@ import torch
 from conftest import ToyReward, make_prompts
 
 from grade.errors import InputError
+from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
-from grade.gradients.policy_gradient import PolicyGradient, StepContext
+from grade.gradients.policy_gradient import PolicyGradient
 from grade.models.parameters import flatten
 from grade.rewards.base import Reward
 from grade.rewards.rewards import Scores

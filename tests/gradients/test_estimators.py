@@ -6,12 +6,13 @@ from conftest import generator
 from scipy import stats
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, Estimator, RelaxationConfig, find_estimator, relax
+from grade.gradients.estimators import Estimator, RelaxationConfig, find_estimator, relax
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.straight_through import ReinMax, conditional_noise, draw_given
 from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.noise import gumbel_noise
+from grade.plugins import ESTIMATORS
 
 
 def reinmax(logits, token, tau):

@@ -10,9 +10,9 @@ from models.test_all_action import HEADS, make_head, randn
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
+from grade.gradients.learner import Completions, StepContext
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
-from grade.gradients.policy_gradient import Completions, StepContext
 from grade.models.backbone import Backbone
 from grade.models.base import FrozenBase
 from grade.models.scoring import predicting_hidden

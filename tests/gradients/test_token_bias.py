@@ -8,12 +8,13 @@ import torch
 from conftest import VOCAB, ToyReward, generator, gradient, make_backbone, make_prompts, tiny_gpt2
 from gradients.test_policy_gradient import T, exact_gradient, expected_gradient, policy
 
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
+from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import sample
 from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.head import EmbeddingTable
+from grade.plugins import ESTIMATORS
 from grade.rewards.base import EmbeddingReward
 from grade.rewards.rewards import Rewards
 

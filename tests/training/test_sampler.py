@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
-from grade.gradients.policy_gradient import StepContext
+from grade.gradients.learner import StepContext
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.model import load_reward

@@ -7,8 +7,8 @@ from transformers import TrainerCallback
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
+from grade.gradients.learner import Completions, StepContext
 from grade.gradients.objective import Objective
-from grade.gradients.policy_gradient import Completions, StepContext
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate

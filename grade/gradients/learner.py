@@ -1,0 +1,114 @@
+"""What the methods share: completions of a step, and a learner that samples them, has them scored, and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grade.gradients.methods import MethodConfig
+from grade.gradients.objective import GradientStep, Objective
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch, Rows
+from grade.models.sampling import generate
+from grade.models.scoring import predicting_hidden
+
+
+@dataclass(frozen=True)
+class Completions(Rows):
+    """Samples of a microbatch."""
+
+    prompts: PromptBatch  # B prompts, each G times in a row
+    ids: Tensor  # completions [B, T]
+    mask: Tensor  # [B, T], 1 at a token, end-of-sequence included
+
+    @property
+    def text(self) -> tuple[PromptBatch, Tensor, Tensor]:
+        """Prompts, ids, mask."""
+        return self.prompts, self.ids, self.mask
+
+
+Microbatch = tuple[PromptBatch, torch.Generator] | Completions
+
+
+def prompts_of(microbatch: Microbatch) -> PromptBatch:
+    """The prompt of each completion of a microbatch."""
+    return microbatch.prompts if isinstance(microbatch, Completions) else microbatch[0]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a learner needs from the training loop."""
+
+    microbatches: int  # microbatches per step, over all processes
+    apply: Callable[[], object]  # takes an optimizer step with the current gradients
+    total: Callable[[Tensor], Tensor] = lambda x: x  # sums a tensor over processes
+    gather: Callable[[list[Any]], list[Any]] = lambda x: x  # joins lists of all processes, in order of rank
+    step: int = 0  # optimizer steps before this one
+
+
+class Learner:
+    """A method that samples completions of a step, has them scored, and updates: what all of these share."""
+
+    inverse = False  # how tokens are drawn, see `generate`
+
+    def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
+        self.config, self.backbone = config, backbone
+        self.means: list[float] = []  # mean return of each earlier step, if the method reads them
+        self.figures: dict[str, list[Tensor]] = {}  # of the last step, by name
+        self.direction: Tensor | None = None  # of the token bias [V], where the last step sets that
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Trained parameters other than the adapter's."""
+        return []
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint, beside `means`."""
+        return {}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Continue where `tensors` was taken."""
+
+    def step(
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        """Sample completions, or take those that are given, and add their gradient; one result per microbatch.
+
+        Microbatches are this process's: a prompt for each completion, with the generator for them; or completions. The
+        G completions of a prompt are consecutive, within a microbatch or over several.
+        """
+        self.figures = {}
+        steps = [self.accumulate(each, objective, 1 / context.microbatches) for each in self.sampled(microbatches)]
+        context.apply()
+        return steps
+
+    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
+        """A completion of each prompt."""
+        return self._sample(prompts, generator)
+
+    def _sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
+        most, least = self.config.max_completion_length, self.config.min_completion_length
+        drawn = generate(self.backbone, prompts, most, generator, temperature, least, inverse=self.inverse)
+        return Completions(prompts, *drawn)
+
+    def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:
+        """Each microbatch's completions: sampled now, unless they are given."""
+        return (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
+
+    def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
+        """The policy's hidden states [B, T, D] that predict completions [B, T]."""
+        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing) and torch.is_grad_enabled()):
+            return predicting_hidden(self.backbone, prompts, ids)
+
+    @torch.no_grad()
+    def reference(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
+        """The same of the frozen base, without gradient."""
+        with self.backbone.reference():
+            return predicting_hidden(self.backbone, prompts, ids)
+
+    def _note(self, figures: Mapping[str, Tensor | float]) -> None:
+        for name, value in figures.items():
+            self.figures.setdefault(name, []).append(torch.as_tensor(value))
