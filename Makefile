@@ -13,7 +13,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check publish test test-all engines hashes smoke full h100 lab docs clean
+.PHONY: help env repro test test-all engines hashes smoke lab docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -31,23 +31,16 @@ $(STAMP): pyproject.toml constraints.txt requirements.txt
 	$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
-repro: env ## the whole pipeline, profile cpu, in .workspaces/cpu
-	$(BIN)/python -m grade repro cpu
+repro: env ## every experiment that is not up to date: dvc repro
+	$(BIN)/dvc repro
 
-check: env ## compare the headline figures with the published ones; exit 1 if one is out
-	$(BIN)/python -m grade check
-
-publish: env ## copy the results of make repro into outputs/, to be committed
-	$(BIN)/python -m grade publish cpu
-
-smoke: env ## the whole pipeline on a tiny model
-	$(BIN)/python -m grade repro smoke
-
-full: env ## the published figures: hours on two cores; can be interrupted and resumed
-	$(BIN)/python -m grade repro full
-
-h100: env ## Qwen3-4B from the hub, on one GPU of 80 GB
-	$(BIN)/python -m grade repro h100
+# In a copy, so that what is published stays what it is. DVC's lock and cache there are its own.
+smoke: env ## the whole pipeline on a tiny model, in .workspaces/smoke
+	mkdir -p .workspaces/smoke
+	git ls-files -z --cached --others --exclude-standard -- . ':!outputs' ':!dvc.lock' \
+		| tar --null -T - -cf - | tar -xf - -C .workspaces/smoke
+	cd .workspaces/smoke && cp params/smoke/suite.yaml params/suite.yaml \
+		&& printf '[core]\n    no_scm = true\n' > .dvc/config.local && $(BIN)/dvc repro
 
 # The pinned environment is complete, so nothing in a test may reach for the model hub. Tests run beside each other, file
 # by file, on one thread each: tensors are small, and two processes that each spin on two threads wait for each other.

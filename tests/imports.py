@@ -5,8 +5,21 @@ from functools import cache
 from pathlib import Path
 
 import grade
+from grade.config_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
+PROFILES = ("cpu", "full", "h100", "smoke")
+"""Folders of params/ with sizes of the whole pipeline."""
+
+
+def profile_values(profile, name):
+    """The values of one of a profile's files, with those that it lies over."""
+    return read_yaml(ROOT / "params" / profile / f"{name}.yaml")
+
+
+def suite_of(profile):
+    """The file that is params/suite.yaml in a profile."""
+    return ROOT / "params" / ("suite.yaml" if profile == "cpu" else f"{profile}/suite.yaml")
 
 
 @cache

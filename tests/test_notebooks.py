@@ -1,17 +1,15 @@
 """Rules that every notebook keeps, checked without running it (nbval does that)."""
 
 import ast
-import importlib
-from pathlib import Path
 
 import nbformat
 import pytest
+from imports import PROFILES, ROOT
 from nbstripout import strip_output
 
+from grade.config_files import read_yaml
 from grade.pipeline.notebook import check_parameters, default_parameters
-from grade.pipeline.profiles import profile_values, profiles
 
-ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_FUNCTION_LINES = 5
 
@@ -54,31 +52,8 @@ def test_it_narrates_and_the_library_computes(path):
                 assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} belongs in grade/"
 
 
-# --- experiments ---
-
-EXPERIMENTS = sorted(path.parent.parent.name for path in ROOT.glob("grade/experiments/*/measure/tables.py"))
-OF_THE_RUN = {"profile", "measured_dir", "output_dir"}  # parameters that no number depends on
-
-
-def settings_of(experiment):
-    return importlib.import_module(f"grade.experiments.{experiment}.measure.tables").Settings
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_a_notebooks_parameters_are_the_settings_defaults(experiment):
-    given = default_parameters(ROOT / "notebooks" / f"{experiment}.ipynb")
-    assert list(given)[:3] == ["profile", "measured_dir", "output_dir"]
-    values, settings = {name: given[name] for name in given if name not in OF_THE_RUN}, settings_of(experiment)
-    assert set(values) == set(settings.model_fields)
-    assert settings.parse(values) == settings()
-
-
-@pytest.mark.parametrize("profile", profiles(ROOT))
-def test_every_profile_gives_only_parameters_that_the_notebook_has(profile):
-    suite = profile_values(ROOT, profile, "suite")
-    for path in NOTEBOOKS:
-        check_parameters(path, profile_values(ROOT, profile, path.stem))
-    for key, experiment in (suite["alone"] | suite["experiments"]).items():
-        values = profile_values(ROOT, profile, key)
-        settings_of(experiment).parse(values, f"{profile}/{key}.yaml")
-        check_parameters(ROOT / "notebooks" / f"{experiment}.ipynb", values)
+@pytest.mark.parametrize("profile", PROFILES)
+@each_notebook
+def test_every_profile_gives_only_parameters_that_it_has(path, profile):
+    for file in (ROOT / "params" / profile).glob(f"{path.stem}*.yaml"):
+        check_parameters(path, read_yaml(file))

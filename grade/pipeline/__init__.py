@@ -1,1 +1,1 @@
-"""Profiles on top of DVC, and papermill that refuses unknown parameters."""
+"""Papermill that refuses unknown parameters."""

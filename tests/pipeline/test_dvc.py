@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 from dvc.repo import Repo
-from imports import ROOT, closure, imported_modules, module_path
+from imports import PROFILES, ROOT, closure, imported_modules, module_path, profile_values, suite_of
 
 from grade.cli.main import COMMANDS
-from grade.config_files import parse_yaml
-from grade.pipeline.profiles import profile_values, profiles, resolved_files
-
-PROFILES = profiles(ROOT)
+from grade.config_files import parse_yaml, read_yaml
+from grade.training.config import TrainConfig
 
 # What no result depends on: input checks, writing of files, and what only finds and starts a command.
 NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/config_files.py", "grade/files.py", "grade/results.py",
@@ -33,13 +31,10 @@ class Stage:
 
 
 def stages(profile, folder):
-    """Stages of a profile: dvc.yaml and the profile's resolved parameters in a folder of their own."""
-    text = (ROOT / "dvc.yaml").read_text().replace("params/cpu/suite.yaml", f"params/{profile}/suite.yaml")
-    (folder / "dvc.yaml").write_text(text)
-    for name, content in resolved_files(ROOT, profile).items():
-        path = folder / "params" / profile / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+    """Stages of a profile, whose suite.yaml is copied over that of the project, in a folder of their own."""
+    shutil.copy(ROOT / "dvc.yaml", folder)
+    shutil.copytree(ROOT / "params", folder / "params")
+    shutil.copy(suite_of(profile), folder / "params/suite.yaml")
     Repo.init(str(folder), no_scm=True).close()
 
     def name(part):
@@ -75,8 +70,6 @@ def needed_code(stage):
     words = stage.cmd.split()
     assert words[:3] == ["python", "-m", "grade"]
     start = used_modules(f"grade.{COMMANDS[words[3]][0]}", {f"_{words[3]}"})
-    if words[3] == "measure":
-        start.add(f"grade.experiments.{words[4]}.measure.tables")
     for word in words:
         if word.startswith("notebooks/"):
             start |= imported_modules(ast.parse(notebook_source(ROOT / word)))
@@ -113,8 +106,7 @@ def covers(dependency, file):
 
 def test_a_stage_depends_on_the_wings_that_it_imports_and_a_family_on_no_other(resolved):
     wrong, family_needs, family_lists = {}, {}, {}
-    studies = {name: stage for name, stage in resolved("smoke").items() if name.startswith("study")}
-    for name, stage in (resolved("cpu") | studies).items():
+    for name, stage in (resolved("full") | resolved("cpu")).items():
         needed, listed = needed_code(stage), {dep for dep in stage.deps if dep.startswith("grade")}
         missing = sorted(file for file in needed if not any(covers(dep, file) for dep in listed))
         wrong |= {name: missing} if missing else {}
@@ -125,13 +117,6 @@ def test_a_stage_depends_on_the_wings_that_it_imports_and_a_family_on_no_other(r
     for family, listed in family_lists.items():
         needless = {dep for dep in listed if not any(covers(dep, file) for file in family_needs[family])}
         assert not needless, family
-
-
-def test_a_drawing_never_costs_a_measurement(default):
-    for name, stage in default.items():
-        if name.startswith("measure"):
-            drawing = ("plotting.py", "figures.py", "claims.py", "metrics.py")
-            assert not {file for file in needed_code(stage) if file.endswith(drawing)}
 
 
 def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
@@ -188,20 +173,42 @@ def test_no_out_holds_times(pipeline):
 # --- params ---
 
 
-def test_a_profile_names_itself_and_its_folder(pipeline):
+def test_a_profile_names_itself_and_its_folder_and_every_file_of_it_is_read(pipeline):
     profile, found = pipeline
-    suite = profile_values(ROOT, profile, "suite")
+    suite = read_yaml(suite_of(profile))
     assert suite["profile"] == profile
     assert suite["outputs"] == ("outputs" if profile == "cpu" else f"outputs/{profile}")
-    assert found["results"].cmd.endswith(f" --profile {profile}")
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "params" / profile).glob("*.yaml")}
+    assert files - {f"params/{profile}/suite.yaml"} == {
+        dep for stage in found.values() for dep in stage.deps if dep.startswith(f"params/{profile}/")
+    }
 
 
-@pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "cpu"])
+def test_a_file_that_a_profile_lies_over_is_a_parameter_too(pipeline):
+    profile, found = pipeline
+    for stage in found.values():
+        for dep in stage.deps:
+            if dep.startswith("params/"):
+                below = (parse_yaml((ROOT / dep).read_text()) or {}).get("over")
+                assert below is None or (ROOT / dep).parent.joinpath(below).resolve() in {
+                    (ROOT / other).resolve() for other in stage.deps
+                }, dep
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profiles_training_runs_are_valid_settings(profile):
+    for name in read_yaml(suite_of(profile))["runs"]:
+        values = profile_values(profile, "train") | profile_values(profile, f"train_{name}")
+        config = TrainConfig.parse(values, f"{profile}/train_{name}.yaml")
+        # What a default would change without notice, or make depend on where the project lies.
+        assert {"method", "seed", "beta", "learning_rate", "lr_scheduler_type", "eval_strategy"} <= set(values)
+        assert config.base_name == config.model and (config.use_cpu or profile == "h100")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
 def test_a_profile_holds_only_what_differs(profile):
     for path in (ROOT / "params" / profile).glob("*.yaml"):
         own = parse_yaml(path.read_text()) or {}
-        below = own.pop("over", None)
-        assert own, f"{path}: nothing differs, so the file can go"
-        if below:
-            base = parse_yaml((path.parent / below).read_text())
-            assert {key for key in own if own[key] == base.get(key)} <= {"profile"}, path
+        if below := own.pop("over", None):
+            base = read_yaml(path.parent / below)
+            assert not {key for key in own if own[key] == base.get(key)}, path

@@ -5,13 +5,19 @@ import gc
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 
+import grade
 from grade.cli.options import command, option, values
 from grade.config_files import load_config, parse_assignment, read_yaml
 from grade.errors import InputError
+from grade.experiments.claims import verdict_counts
 from grade.experiments.measured import measure_all
+from grade.experiments.report import write_report
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
+ROOT = Path(grade.__file__).parents[1]
+"""Where the relative paths of a notebook's parameters start."""
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
 
 
@@ -20,16 +26,15 @@ RUNS = "folder of training runs, for an experiment that reads them (its paramete
     option("notebook", help="the source notebook"),
     option("output", help="the executed copy"),
     *values("--params", "NAME=VALUE"),
-    option("--runs", metavar="DIR", help=RUNS),
 )
 def _notebook(args: argparse.Namespace) -> None:
-    """Execute the notebook; an unknown parameter is an error."""
+    """Execute the notebook; an unknown parameter is an error. Its results go beside the executed copy."""
     parameters = {}
     for path in args.params:
         parameters |= read_yaml(path)
     parameters |= dict(parse_assignment(text, "NAME=VALUE") for text in args.set)
-    if args.runs and "runs_dir" in default_parameters(args.notebook):
-        parameters["runs_dir"] = args.runs
+    if "output_dir" in default_parameters(args.notebook):
+        parameters.setdefault("output_dir", os.path.relpath(Path(args.output).parent, ROOT))
     if os.path.realpath(args.output) == os.path.realpath(args.notebook):
         raise InputError("output", args.output, "another file than the source notebook")
     try:
@@ -61,3 +66,11 @@ def _measure(args: argparse.Namespace) -> None:
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
     measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")
+
+
+@command("results", option("outputs", help="folder of results, such as outputs"))
+def _results(args: argparse.Namespace) -> None:
+    """Write README.md, claims.csv and claims.md in the folder."""
+    if not Path(args.outputs).is_dir():
+        raise InputError("outputs", args.outputs, "a folder of results")
+    print(verdict_counts(write_report(args.outputs)), end="")
