@@ -1,4 +1,4 @@
-"""The claims table: what it refuses, what it writes, the arithmetic by hand, and verdicts that follow the numbers."""
+"""The claims table: what it refuses, what it writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from grade.cli.main import main
 from grade.errors import InputError
 from grade.experiments.claims import COLUMNS, Claim, judge, read_claims, to_markdown, verdict_counts, write_claims
-from grade.experiments.exp6.claims import exp6_claims
 
 ROW = Claim(seed="000", claim="4 GB of a|b", stated="4 GB", found=8.192, unit="MB", how="derived", verdict="refuted",
             note="1*64*32000*4\nbytes")  # fmt: skip
@@ -73,73 +72,6 @@ def test_markdown_has_one_line_a_row_and_escapes_bars():
     lines = to_markdown([ROW, ROW]).splitlines()
     assert len(lines) == 4
     assert lines[2] == r"| 000 | 4 GB of a\|b | 4 GB | 8.192 MB | derived | refuted | 1*64*32000*4 bytes |"
-
-
-def measurements(**changes: float) -> dict[str, float]:
-    """Plausible figures of a small model; names in ``changes`` are keys' last parts."""
-    values = {
-        "memory/peak_with_freeing_bytes": 1.0,
-        "memory/peak_without_freeing_bytes": 1.0,
-        "memory/relax_vocab_size": 49_152,
-        "memory/relax_dense_bytes_per_token": 4 * 4 * 49_152,
-        "memory/relax_topk_scattered_bytes_per_token": 4.24 * 49_152,
-        "memory/relax_topk_compact_bytes_per_token": 4096,
-        "memory/reward_dense_bytes": 40e6,
-        "memory/reward_gather_bytes": 336e6,
-        "memory/reward_bag_bytes": 1e6,
-        "memory/policy_completion_tokens": 64,
-        "memory/policy_unrolled_bytes": 2e9,
-        "memory/policy_checkpointed_bytes": 2e7,
-        "memory/policy_replay_bytes": 1e7,
-        "memory/reference_uncached_peak_bytes": 3e7,
-        "memory/reference_cached_peak_bytes": 1e7,
-        "speed/reference_uncached_seconds": 10.0,
-        "speed/reference_cached_seconds": 2.0,
-        "parity/reward_max_abs_diff": 1e-6,
-        "parity/kl_max_abs_diff": 1e-6,
-        "parity/kl_at_init_max": 0.0,
-        "parity/kl_at_init_misaligned": 5.0,
-        "support/top256_mass_tau0.5": 0.9999,
-        "support/top256_mass_tau1": 0.96,
-        "support/top256_mass_tau2": 0.4,
-        "speed/unrolled_over_replay": 8.0,
-        "speed/checkpointed_over_replay": 10.0,
-        "parity/steps": 10,
-        "parity/accumulation_rel_error": 1e-7,
-    }
-    for name, value in changes.items():
-        (key,) = [key for key in values if key.rpartition("/")[2] == name]
-        values[key] = value
-    return values
-
-
-def test_every_claim_is_unique_and_of_document_000():
-    claims = exp6_claims(measurements())
-    assert len({claim.claim for claim in claims}) == len(claims) == 33
-    assert {claim.seed for claim in claims} == {"000"}
-
-
-@pytest.mark.parametrize(
-    ("claim", "changes", "expected"),
-    [
-        ("OOM", {}, "refuted"),
-        ("OOM", {"policy_unrolled_bytes": 6e7}, "confirmed"),
-        ("KV cache lowers", {"reference_cached_peak_bytes": 3.1e7}, "refuted"),
-        ("3-4x faster", {"reference_uncached_seconds": 7.0}, "confirmed"),
-        ("3-4x faster", {"reference_uncached_seconds": 40.0}, "partly"),
-        ("3-4x faster", {"reference_uncached_seconds": 1.9}, "refuted"),
-        ("(tau 2)", {}, "refuted"),
-        ("(tau 2)", {"top256_mass_tau2": 0.9991}, "confirmed"),
-        ("success 1", {}, "partly"),
-        ("success 1", {"policy_checkpointed_bytes": 4.5e8}, "confirmed"),
-        ("success 1", {"policy_checkpointed_bytes": 2e9}, "refuted"),
-        ("success 3", {}, "partly"),
-        ("success 3", {"reward_max_abs_diff": 0.01}, "not testable"),
-    ],
-)
-def test_verdicts_follow_the_measurements(claim, changes, expected):
-    verdicts = [c.verdict for c in exp6_claims(measurements(**changes)) if claim in c.claim]
-    assert verdicts == [expected]
 
 
 @pytest.fixture

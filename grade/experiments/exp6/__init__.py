@@ -1,1 +1,0 @@
-"""Experiment 6: GRADE that fits in memory (document 000)."""

@@ -1,1 +1,0 @@
-"""What Experiment 6 measures: tables; nothing here draws or judges."""
