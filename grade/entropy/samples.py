@@ -38,6 +38,7 @@ from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
 from grade.results import progress
+from grade.stats import jackknife_stderr
 
 ROWS = 64
 """Rows of logits, with their tangents, computed at once."""
@@ -188,6 +189,25 @@ def two_batch(x: Tensor, y: Tensor) -> tuple[float, float]:
     mean_x, mean_y = x.mean(0), y.mean(0)
     along_x, along_y = (x @ mean_y).var() / len(x), (y @ mean_x).var() / len(y)
     return float(mean_x @ mean_y), float((along_x + along_y).sqrt())
+
+
+def u_statistic(x: Tensor, y: Tensor) -> tuple[float, dict[str, float]]:
+    """``E[X] . E[Y]`` from one batch: X_n and Y_n, of x and y [B, P], come from the same completions of prompt n.
+
+    The mean of ``X_n . Y_m`` over pairs n != m is unbiased nevertheless. With
+    ``r_n = (X_n . Ybar_{-n} + Y_n . Xbar_{-n}) / 2``, so that mean(r) = U, Hoeffding's decomposition gives
+    ``Var(U) = 4 zeta_1 / B + 2 zeta_2 / (B (B - 1))``, with zeta_1 the variance over one prompt of the mean of the
+    symmetric kernel ``h(n, m) = (X_n . Y_m + Y_n . X_m) / 2``. Left out: the second term, of order 1 / B^2.
+
+    U with its standard errors for B >= 3: the plug-in one, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1, and the
+    jackknife's, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``.
+    """
+    batch, x, y = len(x), x.double(), y.double()
+    sum_x, sum_y, diagonal = x.sum(0), y.sum(0), (x * y).sum(1)
+    rows = (x @ sum_y + y @ sum_x - 2 * diagonal) / (2 * (batch - 1))
+    value = rows.mean()
+    without = (batch * value - 2 * rows) / (batch - 2)
+    return float(value), {"plug_in": float((4 * rows.var() / batch).sqrt()), "jackknife": jackknife_stderr(without)}
 
 
 @dataclass(frozen=True)

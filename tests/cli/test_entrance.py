@@ -58,15 +58,16 @@ def test_the_wheel_is_the_library_and_runs_the_readme_without_a_checkout(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--set", "repetitions=x"], "grade measure: repetitions: got 'x'"),
-        (["--set", "etas=[x]"], "grade measure: etas.0: got 'x'"),
-        (["--config", "FILE"], "grade measure: bad.yaml: repetitions: got 'y'"),
+        (["--set", "seed=x"], "grade reward: seed: got 'x'"),
+        (["--set", "eval_tokens=[x]"], "grade reward: eval_tokens.0: got 'x'"),
+        (["--config", "FILE"], "grade reward: bad.yaml: seed: got 'y'"),
     ],
 )
 def test_an_error_names_where_the_value_comes_from(options, message, tmp_path, capsys):
-    (tmp_path / "bad.yaml").write_text("repetitions: y\n")
+    (tmp_path / "bad.yaml").write_text("seed: y\n")
     options = [str(tmp_path / "bad.yaml") if word == "FILE" else word for word in options]
-    assert main(["measure", "validation", "--output-dir", str(tmp_path / "x"), *options]) == 2
+    needed = ["--kind", "bag", *(f"--{name}=x" for name in ("backbone", "reviews", "output-dir", "metrics"))]
+    assert main(["reward", *needed, *options]) == 2
     assert capsys.readouterr().err.startswith(message)
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grade.entropy.change import linearity_error, prefix_change, reweighted_change
 from grade.entropy.samples import (
@@ -19,6 +21,7 @@ from grade.entropy.samples import (
     scores_at,
     sequence_logps,
     two_batch,
+    u_statistic,
 )
 from grade.entropy.update import adamw_update
 from grade.errors import InputError
@@ -130,6 +133,22 @@ def test_a_product_of_two_batches_and_its_error_by_hand():
     """Means 2 and 2; of 2 x the variance is 8, of 2 y it is 2, over two rows each."""
     x, y = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.5], [2.5]])
     assert two_batch(x, y) == pytest.approx((4, math.sqrt(8 / 2 + 2 / 2)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(3, 7), st.integers(1, 4), st.integers(0, 1000))
+def test_the_u_statistic_is_the_mean_over_pairs(batch, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, batch, width, generator=generator, dtype=torch.float64)
+
+    def brute_force(rows):
+        return float(np.mean([x[i] @ y[j] for i in rows for j in rows if i != j]))
+
+    value, stderrs = u_statistic(x, y)
+    assert value == pytest.approx(brute_force(range(batch)), abs=1e-10)
+    # Leaving out a prompt is the U-statistic of the others.
+    without = np.array([brute_force([j for j in range(batch) if j != i]) for i in range(batch)])
+    assert stderrs["jackknife"] == pytest.approx(np.sqrt((batch - 1) * without.var()), abs=1e-9)
 
 
 def test_parameters_come_back_even_after_an_error():

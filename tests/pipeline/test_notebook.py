@@ -135,8 +135,8 @@ def test_run_all_and_save_leaves_the_source_as_it_was_and_keeps_a_copy_with_outp
 
 
 def test_an_executed_copy_keeps_its_outputs(tmp_path):
-    content = lab_content(ROOT / "notebooks/validation.ipynb")
-    assert "0.8" in saved("outputs/validation/validation.ipynb", content, tmp_path) and not list(tmp_path.iterdir())
+    content = lab_content(ROOT / "notebooks/probe.ipynb")
+    assert "0.8" in saved("outputs/probe/probe.ipynb", content, tmp_path) and not list(tmp_path.iterdir())
     assert strip_on_save({"type": "file", "content": "text"}, "notebooks/a.txt", None) is None
 
 

@@ -1,1 +1,0 @@
-"""The entropy probe on a language model (document 003)."""

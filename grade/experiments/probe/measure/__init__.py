@@ -1,1 +1,0 @@
-"""What the experiment with the probe measures; nothing here knows a figure."""

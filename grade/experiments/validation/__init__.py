@@ -1,1 +1,0 @@
-"""The entropy probe against every enumerated completion."""

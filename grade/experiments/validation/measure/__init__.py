@@ -1,1 +1,0 @@
-"""What the validation measures; nothing here knows a figure."""
