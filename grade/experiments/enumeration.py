@@ -6,12 +6,12 @@ The number of completions grows as V^T, so tens of thousands at most.
 import itertools
 
 import torch
+from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from grade.entropy.samples import Samples
 from grade.errors import InputError
-from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, moved, trained_parameters
 from grade.models.prompts import PromptBatch, padded
@@ -29,7 +29,9 @@ def tiny_policy(vocab: int = 5, width: int = 16, seed: int = 0) -> Backbone:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-        policy = Backbone(model, None, LoraSettings(r=2, alpha=4, target_modules=["c_attn"]))
+        # GPT-2's weights are [in, out]: PEFT would find that out, and warn.
+        lora = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+        policy = Backbone(model, None, lora)
         with torch.no_grad():
             for p in trained_parameters(policy):
                 p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))

@@ -16,7 +16,7 @@ from grade.experiments.claims import Claim, read_claims, verdict_counts
 from grade.results import read_metrics
 
 FILE = Path(__file__).with_suffix(".yaml")
-STAGES = ("tutorial", "your_own_task", "exp4", "intuitor", "caching")
+STAGES = ("tutorial", "your_own_task", "exp4", "intuitor", "caching", "estimators")
 """Notebooks with a stage of their own in every profile, which no ``suite.yaml`` lists."""
 
 
@@ -37,7 +37,7 @@ def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> s
     ]
     parts += [_section(outputs, **section) for section in yaml.safe_load(FILE.read_text(encoding="utf-8"))]
     parts += [_methods(outputs, key) for key, notebook in notebooks.items() if notebook == "limit"]
-    parts += [_worth(outputs, key) for key, notebook in notebooks.items() if notebook == "estimators"]
+    parts.append(_worth(outputs))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -79,13 +79,13 @@ def _methods(outputs: Path, key: str) -> str:
     return _table(f"Methods side by side: {key}", text, ["method", *tasks], rows)
 
 
-def _worth(outputs: Path, key: str) -> str:
+def _worth(outputs: Path) -> str:
     """How many rloo samples one ste sample is worth, by reward."""
-    metrics = _metrics(outputs, key)
+    metrics = _metrics(outputs, "estimators")
     names = [name for name in metrics if re.fullmatch(r"(after/)?worth/\w+", name) and f"{name}_low" in metrics]
     rows = [(n, f"{metrics[n]:.3g}", f"{metrics[f'{n}_low']:.3g} to {metrics[f'{n}_high']:.3g}") for n in names]
     text = "The `rloo` samples that one `ste` sample replaces, with a 95 % interval; `after`: of the trained policy."
-    return _table(f"Worth of a sample: {key}", text, ["reward", "worth", "interval"], rows)
+    return _table("Worth of a sample", text, ["reward", "worth", "interval"], rows)
 
 
 def _table(title: str, text: str, columns: list[str], rows: Iterable[Iterable[str]], rule: str = "") -> str:
