@@ -1,19 +1,23 @@
-"""What experiments on traced steps share: bytes kept, a GRPO update."""
+"""What experiments on traced steps share: bytes kept, a GRPO update, a step whose gradient a notebook writes."""
 
+import contextlib
 import gc
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, TypeVar
 
+import pandas as pd
 import torch
+from peft.tuners.lora import LoraLayer
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from grade.gradients.losses import clipped_surrogate
 from grade.memory.models import build_backbone, model_config, with_layers
 from grade.memory.settings import Microbatch, TracedConfig, generator_on
 from grade.memory.shapes import ModelShape
-from grade.memory.trace import Trace
+from grade.memory.trace import Trace, trace_layers
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty, token_logps
@@ -24,6 +28,12 @@ _BETA = 0.005
 """Weight of KL in `PolicyStepConfig`."""
 
 Result = TypeVar("Result")
+
+_GROUPS = {
+    "norms": {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"},
+    "adapter inputs": {"q_proj", "k_proj", "v_proj", "o_proj", "lora_A", "lora_B"},
+    "MLP": {"mlp", "gate_proj", "up_proj", "down_proj", "act_fn"},
+}
 
 
 def shape_of(name: str) -> ModelShape:
@@ -81,6 +91,61 @@ def kept_bytes(fn: Callable[[], Result]) -> tuple[Result, int]:
     return result, tracker.current
 
 
+def layer_inventory(config: TracedConfig) -> pd.DataFrame:
+    """Tensors of a middle layer alive at the end of the forward pass with gradient; bytes are of all ``count``."""
+    tracker = trace_layers(config, with_layers(model_config(config.model), 3), "cuda")
+    last = max(record.birth for record in tracker.records if record.phase == "forward")
+    counts: Counter = Counter()
+    for record in tracker.alive_at(last):
+        _, inside, module = record.module.partition(".layers.1.")
+        if inside:
+            counts[module, record.op, record.shape, str(record.dtype).removeprefix("torch."), record.nbytes] += 1
+    rows = []
+    for (module, op, shape, dtype, nbytes), n in counts.items():
+        parts = set(module.split("."))
+        group = next((group for group, names in _GROUPS.items() if parts & names), "attention")
+        rows.append((group, module, op, shape, dtype, n, n * nbytes))
+    return pd.DataFrame(rows, columns=["group", "module", "op", "shape", "dtype", "count", "bytes"])
+
+
+@contextlib.contextmanager
+def adapter_on_rows(backbone: Backbone, rows: int) -> Iterator[None]:
+    """Within this context the adapter acts on the first ``rows`` sequences of a batch only.
+
+    PEFT's own ``adapter_names`` does the same with one product per group of rows, but only in inference.
+    """
+
+    def cut(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        return torch.cat([out[:rows], torch.zeros_like(out[rows:])])
+
+    layers = [m for m in backbone.model.modules() if isinstance(m, LoraLayer)]
+    hooks = [b.register_forward_hook(cut) for layer in layers for b in layer.lora_B.values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class GivenStep(TracedConfig):
+    """A step on completions that exist already, with the reference's log-probabilities of them stored.
+
+    ``update(backbone, prompts, ids, stored)`` adds the gradient; ids and stored values are [B, T].
+    """
+
+    update: Callable[[Backbone, PromptBatch, Tensor, Tensor], object] = Field(description="adds the gradient")
+
+    def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
+        prompts, ids = self.prompts(backbone), _completions(self, backbone)
+        stored = torch.zeros(ids.shape, device=backbone.device)
+        return lambda: self.update(backbone, prompts, ids, stored)
+
+
+def _completions(config: TracedConfig, backbone: Backbone) -> Tensor:
+    shape = (config.batch_size, config.max_new_tokens)
+    return torch.randint(backbone.vocab_size, shape, generator=generator_on(backbone), device=backbone.device)
+
+
 class PolicyStepConfig(TracedConfig):
     """The update of GRPO or Intuitor as documents describe it.
 
@@ -95,10 +160,8 @@ class PolicyStepConfig(TracedConfig):
     reference: bool = Field(True, description="score the reference, for KL")
 
     def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
-        prompts, generator = self.prompts(backbone), generator_on(backbone)
-        shape = (self.batch_size, self.max_new_tokens)
-        ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=backbone.device)
-        mask, advantages = torch.ones_like(ids), torch.ones(shape[0], 1, device=backbone.device)
+        prompts, ids = self.prompts(backbone), _completions(self, backbone)
+        mask, advantages = torch.ones_like(ids), torch.ones(len(ids), 1, device=backbone.device)
 
         def logps(certain: bool = False) -> tuple[Tensor, Tensor | None]:
             if self.logits == "all":

@@ -1,10 +1,12 @@
 """What experiments on traced steps share: a GRPO update by hand arithmetic, closed forms, and real steps."""
 
+from functools import partial
+
 import pytest
 import torch
+from conftest import make_backbone, make_prompts
 
 from grade.experiments.bench import measure
-from grade.experiments.caching.measure.tables import OPTIONS, CachingConfig, layer_inventory
 from grade.experiments.formulas import (
     layer_activation_bytes,
     lora_parameters,
@@ -12,12 +14,20 @@ from grade.experiments.formulas import (
     rows_bytes,
     token_forwards_uncached,
 )
-from grade.experiments.traced import PolicyStepConfig, shape_of, zero3_share
+from grade.experiments.traced import (
+    GivenStep,
+    PolicyStepConfig,
+    adapter_on_rows,
+    layer_inventory,
+    shape_of,
+    zero3_share,
+)
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES
 from grade.memory.shapes import QWEN25_1_5B, SHAPES
 from grade.memory.step import build, make_step
 from grade.memory.trace import Trace, trace, trace_layers
+from grade.models.scoring import completion_logps
 
 TINY = dict(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=6, dtype="float32")
 CODER = dict(model="qwen2.5-coder-3b", batch_size=2, prompt_tokens=32, max_new_tokens=32)
@@ -39,14 +49,38 @@ STEPS = [
     {"logits": "all", "gradient_checkpointing": True},
     {"adapter": "full", "base_copies": 2, "gradient_checkpointing": True, "self_certainty": True},
     {"dtype": "bfloat16", "attention": "eager", "reference": False},
-    *({"option": option} for option in OPTIONS),
 ]
 
 
 @pytest.mark.parametrize("options", STEPS, ids=str)
 def test_a_traced_step_has_the_peak_of_the_real_one(options):
-    config = (CachingConfig if "option" in options else PolicyStepConfig)(**TINY | options)
+    config = PolicyStepConfig(**TINY | options)
     assert trace(config, device="cpu").peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
+
+
+def test_a_given_step_is_traced_with_what_it_keeps():
+    def update(size, backbone, prompts, ids, stored):
+        kept = torch.empty(size, device=ids.device)  # noqa: F841 - until the gradient is added
+        with adapter_on_rows(backbone, 1):
+            (completion_logps(backbone, prompts, ids, torch.ones_like(ids)) - stored).sum().backward()
+
+    peaks = []
+    for size in (0, 300_000):
+        config = GivenStep(**TINY, update=partial(update, size))
+        peaks.append(trace(config, device="cpu").peak)
+        assert peaks[-1] == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
+    assert peaks[1] - peaks[0] == pytest.approx(1_200_000, rel=0.01)
+
+
+def test_the_adapter_acts_on_the_rows_that_are_named():
+    backbone, prompts = make_backbone(), make_prompts(batch=4)
+    every = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+    with backbone.reference():
+        base = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+    with adapter_on_rows(backbone, 1):
+        mixed = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+    torch.testing.assert_close(mixed, torch.cat([every[:1], base[1:]]))
+    assert not torch.allclose(every[1:], base[1:])
 
 
 def test_dense_and_chunked_logits_give_one_gradient():
@@ -99,7 +133,8 @@ def test_a_checkpointed_layer_keeps_its_input_alone():
 
 
 def test_checkpointing_recomputes_a_layer_up_to_the_last_tensor_that_backward_needs():
-    plain, again = (trace(CachingConfig(**CODER, option=o)).flops for o in ("selected", "hybrid"))
+    config = PolicyStepConfig(**CODER, reference=False)
+    plain, again = (trace(config.changed(gradient_checkpointing=on)).flops for on in (False, True))
     tokens = 2 * 63
     # One product each, 2 operations a weight and token; but for the frozen down projection, which comes last: nothing
     # that backward needs follows it, so torch stops before it.
@@ -110,7 +145,7 @@ def test_checkpointing_recomputes_a_layer_up_to_the_last_tensor_that_backward_ne
 def test_a_shape_is_read_from_any_configuration():
     assert shape_of("qwen3-4b").__dict__ == SHAPES["qwen3-4b"].__dict__ | {"name": "qwen3-4b"}
     assert parameter_count(shape_of("tiny")) == sum(
-        p.numel() for p in build(CachingConfig(model="tiny", adapter="full"))[0].parameters()
+        p.numel() for p in build(PolicyStepConfig(model="tiny", adapter="full"))[0].parameters()
     )
 
 

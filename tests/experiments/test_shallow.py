@@ -1,47 +1,12 @@
-"""The study on a toy policy: figures that must be what they say, whatever the noise."""
+"""Rewards through the first layers of a base."""
 
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.experiments.estimators.measure import tables as experiment
-from grade.experiments.estimators.measure.rows import Variant, gradient_rows
 from grade.experiments.shallow import ShallowReward, first_layers
 from grade.training.toy import toy_reviews, toy_task
-
-STE = Variant("ste", 1.0, 0, 16)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """One relaxed estimator on the toy model."""
-    return experiment.Settings(depth_reviews=40, hops=[0], others=False)
-
-
-@pytest.fixture(scope="module")
-def rows(alone):
-    return alone.gradients["before"]
-
-
-def test_policies_are_those_before_and_after_training():
-    after = experiment.Settings(policies=["after"], runs_dir="runs")
-    assert after.adapters == {"after": "runs/ste-0/adapter"} and experiment.Settings().adapters == {"before": ""}
-    for policies in ([], ["befor"]):
-        with pytest.raises(InputError, match="policies"):
-            experiment.Settings.parse({"policies": policies}, "estimators.yaml")
-    # Without a folder, a fresh adapter would pass for a trained one.
-    with pytest.raises(InputError, match="^runs_dir"):
-        _ = experiment.Settings(policies=["before", "after"]).adapters
-
-
-def test_rows_are_of_every_reward_and_reproducible(alone, rows):
-    assert set(rows.gradients) == {(r, e) for r in ("bag", "trunk", "trunk1") for e in ("rloo", STE.name)}
-    assert rows.size == 8 and rows.group == 4
-    again = gradient_rows(alone.setting(""), 1)
-    for key, value in again.gradients.items():
-        torch.testing.assert_close(value[0], rows.gradients[key][0])
-        assert not torch.equal(rows.gradients[key][0], rows.gradients[key][1])
 
 
 @pytest.mark.parametrize("config", [None, tiny_gpt2()])
@@ -80,10 +45,3 @@ def test_a_shallow_reward_reads_its_layers_alone_and_has_a_gradient():
             for p in backbone.decoder.layers[depth].mlp.parameters():
                 p.mul_(2)
         assert torch.equal(model(embeds, mask), reward) == same
-
-
-def test_too_few_reviews_are_named():
-    with pytest.raises(InputError, match="depth_reviews: got 200; allowed: less than 200"):
-        experiment.Settings(depth_reviews=200).setting("")
-    with pytest.raises(InputError, match="prompts: got 65; allowed: at most 64"):
-        experiment.Settings(depths=[], prompts=65).setting("")

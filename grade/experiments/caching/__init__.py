@@ -1,1 +1,0 @@
-"""Activation caching (document 002)."""

@@ -1,1 +1,0 @@
-"""What the experiment measures: one layer, the options traced and run, and their tables."""

@@ -1,1 +1,0 @@
-"""What is measured of gradient estimators; nothing here knows a figure."""
