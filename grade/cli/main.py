@@ -35,7 +35,6 @@ COMMANDS = {
     "pretrain": ("experiments.commands.base_models", "train the tiny language model on the reviews"),
     "gold": ("cli.models", "fit the gold judge, which training never sees"),
     "reward": ("cli.models", "train a reward model on the frozen base"),
-    "measure": ("experiments.commands.experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
     "results": ("experiments.commands.experiments", "write a folder's results on one page, and join the verdicts"),
 }

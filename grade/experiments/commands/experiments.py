@@ -1,24 +1,20 @@
 """Commands of the experiments: execute a notebook, measure tables."""
 
 import argparse
-import gc
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import grade
 from grade.cli.options import command, option, values
-from grade.config_files import load_config, parse_assignment, read_yaml
+from grade.config_files import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.experiments.claims import verdict_counts
-from grade.experiments.measured import measure_all
 from grade.experiments.report import write_report
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
 ROOT = Path(grade.__file__).parents[1]
 """Where the relative paths of a notebook's parameters start."""
-RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
 
 
 @command(
@@ -43,29 +39,6 @@ def _notebook(args: argparse.Namespace) -> None:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
     print(f"wrote {args.output}")
-
-
-@command(
-    "measure",
-    option("experiment", help="a folder of grade/experiments"),
-    *values(),
-    option("--runs", metavar="DIR", help=RUNS),
-    output_dir="measured/ and timings/ are written here",
-)
-def _measure(args: argparse.Namespace) -> None:
-    """Measure every table of an experiment."""
-    name = f"grade.experiments.{args.experiment}.measure.tables"
-    try:
-        experiment = import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise  # a package that is missing, not the experiment
-        raise InputError("experiment", args.experiment, "a folder of grade/experiments") from None
-    runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in experiment.Settings.model_fields else []
-    settings = load_config(experiment.Settings, args.config, [*args.set, *runs])
-    gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
-    measure_all(experiment, settings, args.output_dir)
-    print(f"wrote {args.output_dir}")
 
 
 @command("results", option("outputs", help="folder of results, such as outputs"))
