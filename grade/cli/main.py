@@ -28,7 +28,6 @@ COMMANDS = {
     "merge": ("cli.runs", "merge a run's adapter into its base: a plain transformers folder"),
     "probe": ("cli.probe", "predict how the next optimizer step will change the entropy, and check it"),
     "memory": ("cli.memory", "predict the peak memory of a training step, without a GPU"),
-    "bench": ("experiments.commands.bench", "measure on this machine what is otherwise predicted"),
     "repro": ("experiments.commands.pipeline", "run the pipeline in a profile"),
     "results": ("experiments.commands.pipeline", "write a profile's results on one page, and join the verdicts"),
     "check": ("experiments.commands.pipeline", "compare a profile's headline figures with the published ones"),

@@ -16,7 +16,7 @@ from grade.experiments.claims import Claim, read_claims, verdict_counts
 from grade.results import read_metrics
 
 FILE = Path(__file__).with_suffix(".yaml")
-STAGES = ("tutorial", "your_own_task", "exp4", "intuitor")
+STAGES = ("tutorial", "your_own_task", "exp4", "intuitor", "tracer")
 """Notebooks with a stage of their own in every profile, which no ``suite.yaml`` lists."""
 
 

@@ -8,11 +8,11 @@ from grade.config_files import load_config
 from grade.entropy.run import ProbeRunConfig
 from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.errors import InputError
-from grade.experiments.bench import measure
 from grade.experiments.probe.measure import proposals
 from grade.experiments.probe.measure import tables as experiment
 from grade.experiments.probe.measure.proposals import ProbeStepConfig, held_gradient, missing_mask_error
 from grade.experiments.probe.metrics import probe_claims
+from grade.memory.compare import measure
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace
 from grade.models.prompts import PromptBatch

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from grade.experiments.bench import measure
 from grade.experiments.caching.measure.tables import OPTIONS, CachingConfig, layer_inventory
 from grade.experiments.formulas import (
     layer_activation_bytes,
@@ -13,6 +12,7 @@ from grade.experiments.formulas import (
     token_forwards_uncached,
 )
 from grade.experiments.traced import PolicyStepConfig, shape_of, zero3_share
+from grade.memory.compare import measure
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES
 from grade.memory.shapes import QWEN25_1_5B, SHAPES
