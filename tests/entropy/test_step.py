@@ -6,7 +6,7 @@ from conftest import make_backbone, make_prompts, tiny_gpt2
 
 from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.entropy.step import ProbeStepConfig, held_gradient
-from grade.experiments.bench import measure
+from grade.memory.compare import measure
 from grade.memory.trace import trace
 
 TINY = dict(model="tiny", prompt_tokens=4, max_new_tokens=6, dtype="float32", microbatch_size=1)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import make_backbone, make_prompts
 
-from grade.experiments.bench import measure
 from grade.experiments.formulas import (
     layer_activation_bytes,
     lora_parameters,
@@ -22,6 +21,7 @@ from grade.experiments.traced import (
     shape_of,
     zero3_share,
 )
+from grade.memory.compare import measure
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES
 from grade.memory.shapes import QWEN25_1_5B, SHAPES

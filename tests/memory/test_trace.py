@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
-from grade.experiments.bench import measure
 from grade.experiments.traced import saved_bytes
 from grade.memory import meta
+from grade.memory.compare import measure
 from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
 from grade.memory.records import LiveTracker

@@ -1,4 +1,4 @@
-"""Running the traced step for real: a measured peak beside the traced one.
+"""How good a trace is: training steps that run for real, and their measured peaks beside the traced ones.
 
 On a CPU the peak is that of live storages, counted by the same tracker on real tensors. On CUDA it is
 ``torch.cuda.max_memory_allocated``.
@@ -6,41 +6,19 @@ On a CPU the peak is that of live storages, counted by the same tracker on real 
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 
-from grade.config import Config
-from grade.errors import InputError
-from grade.memory.models import model_config
 from grade.memory.settings import Device, StepConfig, TracedConfig, require_device
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 
 
-class BenchConfig(Config):
-    """Settings of the measurement on a CPU."""
-
-    models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
-    steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
-    processes: int = Field(1, ge=1, description="processes that trace while a CUDA device is measured")
-
-
-def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
-    """What ``grade bench memory`` runs; a device that this machine lacks is an error before anything is traced."""
-    require_device(device)
-    steps = []
-    for model in config.models:
-        model_config(model, "models")
-    for every in [_cuda_steps()] if device == "cuda" else map(_cpu_steps, config.models):
-        for number in config.steps:
-            if not 0 <= number < len(every):
-                raise InputError("steps", number, f"0 to {len(every) - 1}")
-        steps += [every[number] for number in config.steps] or every
+def standard_steps(device: Device, models: Sequence[str] = ("tiny",)) -> list[StepConfig]:
+    """Steps of every engine and of both types: on CUDA of Qwen3-4B and SmolLM2, on a CPU small ones of ``models``."""
+    steps = _cuda_steps() if device == "cuda" else [step for model in models for step in _cpu_steps(model)]
     return [StepConfig(**values) for values in steps]
 
 
@@ -89,13 +67,27 @@ def _cpu_steps(model: str) -> list[dict[str, Any]]:
     return steps
 
 
+def compare(steps: Iterable[StepConfig], device: Device = "cpu") -> Iterator[dict[str, Any]]:
+    """Trace each step and run it; a row each, and `InputError` for a device that this machine lacks.
+
+    A row has the step's ``name`` and ``config``; ``traced_peak_bytes``, of which ``fixed_bytes`` (weights, adapter and
+    optimizer state) are there before the step and after it; and what `measure` finds.
+    """
+    require_device(device)
+    for step in steps:
+        traced = trace(step, device=device)
+        row = {"traced_peak_bytes": traced.peak, "fixed_bytes": traced.fixed_bytes} | measure(step, device)
+        yield {"name": step.headline, "config": step.model_dump()} | row
+
+
 def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
-    """Measured peak and seconds of a real step; on CUDA of its second run, or ``out_of_memory: true``."""
+    """``measured_peak_bytes`` and ``seconds`` of a step; on CUDA of its second run, or ``out_of_memory: true``."""
     if device == "cpu":
         step = make_step(config, *build(config, device=device))
         start = time.perf_counter()
         tracker = run_tracked(step)
         return {"measured_peak_bytes": tracker.peak, "seconds": time.perf_counter() - start}
+    gc.collect()  # what an earlier step left goes from the card with the cache below
     try:
         step = make_step(config, *build(config, device=device))
         torch.cuda.empty_cache()  # what building left is not the step's
@@ -112,34 +104,3 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
         "measured_peak_bytes": torch.cuda.max_memory_allocated(),
         "seconds": time.perf_counter() - start,
     }
-
-
-def compare_with_real(
-    configs: Sequence[StepConfig], device: Device = "cpu", processes: int = 1
-) -> Iterator[dict[str, Any]]:
-    """Trace and measure each step, a row each."""
-    if device == "cpu":
-        for config in configs:
-            yield _compared(config, trace(config, device=device).peak, measure(config))
-        return
-    with ProcessPoolExecutor(processes, get_context("forkserver")) as tracing:  # traces take longer than steps
-        for config, traced in zip(configs, tracing.map(trace, configs), strict=True):
-            yield _compared(config, traced.peak, measure(config, device))
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-def _compared(config: StepConfig, traced: int, measured: dict[str, Any]) -> dict[str, Any]:
-    row = {"name": config.headline, "config": config.model_dump(), "traced_peak_bytes": traced} | measured
-    told = "out of memory"
-    if "measured_peak_bytes" in row:
-        row["traced_over_measured"] = traced / row["measured_peak_bytes"]
-        told = f"ratio {row['traced_over_measured']:.4f}"
-    print(f"{row['name']}: traced {traced}, {told}", flush=True)
-    return row
-
-
-def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device) -> dict[str, float]:
-    """Headline figures: ``<device>/max_rel_error`` of traced peaks, ``<device>/steps``."""
-    errors = [abs(row["traced_over_measured"] - 1) for row in rows if "traced_over_measured" in row]
-    return {f"{device}/steps": len(errors)} | ({f"{device}/max_rel_error": max(errors)} if errors else {})
