@@ -14,7 +14,7 @@ from grade.cli.options import command, option
 from grade.errors import InputError
 from grade.files import read_json
 
-COLUMNS = {"step": "step", "train/reward": "reward", "train/kl": "KL", "val/reward_mean": "held-out reward",
+COLUMNS = {"step": "step", "train/reward": "reward", "train/kl": "KL per token", "val/reward_mean": "held-out reward",
            "val/reward_stderr": "± standard error"}  # fmt: skip
 HISTORY_ROWS = 10
 TILT_FILE = "tilt.json"

@@ -101,10 +101,17 @@ def _sums(number: int, seed: int, policy: Backbone, most: int) -> tuple[PromptBa
 
 
 def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path | None) -> torch.optim.AdamW:
-    """AdamW of the policy's adapter, with the config's learning rate; from a saved state, if given."""
+    """AdamW of the policy's adapter, with the config's learning rate; from a saved state, if given.
+
+    `InputError`, with the file's name, where that is no state of this optimizer.
+    """
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), weight_decay=0.0)
     if state is not None:
-        optimizer.load_state_dict(torch.load(state, weights_only=True))
+        try:
+            optimizer.load_state_dict(torch.load(state, weights_only=True))
+        except Exception as error:  # torch's own names no file, and advises against weights_only
+            allowed = f"AdamW's of this adapter, as torch saves it ({type(error).__name__})"
+            raise InputError("optimizer state", str(state), allowed) from error
         for p, values in optimizer.state.items():  # torch would broadcast moments of another shape
             for name, value in values.items():
                 if name != "step" and value.shape != p.shape:

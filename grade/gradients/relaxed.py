@@ -30,7 +30,7 @@ SupportSize = Annotated[int, Field(ge=0), AfterValidator(_several)]
 class RelaxedSettings(Config):
     """Settings of methods that relax tokens; see `grade.gradients.estimators`."""
 
-    gumbel_topk: SupportSize = Field(64, description="size K of a token's support; 0 = the full vocabulary")
+    gumbel_topk: SupportSize = Field(256, description="size K of a token's support; 0 = the full vocabulary")
     support: Support = Field("perturbed_top_k", description="top_k, or perturbed_top_k: exact samples for any K")
     tau_start: Tau = Field(2.0, description="Gumbel temperature at the first step")
     tau_end: Tau | None = Field(None, description="Gumbel temperature after annealing; null: tau_start")
@@ -59,7 +59,7 @@ class RelaxedSettings(Config):
 class ReplayedSettings(RelaxedSettings):
     """Those of methods that the replay engine differentiates."""
 
-    hops: NonNegativeInt = Field(1, description="feedback hops of the engine; max_completion_length - 1 is exact")
+    hops: NonNegativeInt = Field(2, description="feedback hops of the engine; max_completion_length - 1 is exact")
 
     def engine(self) -> Engine:
         """The replay engine with these settings."""

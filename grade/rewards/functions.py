@@ -2,11 +2,12 @@
 
 A function is called by keyword with lists of B entries::
 
-    def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+    def reward(prompts, completions, completion_ids, prompt_texts, trainer_state, log_extra, log_metric, **columns):
         return [float(len(text)) for text in completions]  # B numbers; None: not applicable to this row
 
-``columns`` are the data set's other columns. ``async def`` works too: several are awaited concurrently. All functions
-of a batch get the same lists.
+``prompt_texts``, which TRL has not, are what the completions continue: after a chat template that opens ``<think>``,
+the completion itself does not begin with it. ``columns`` are the data set's other columns. ``async def`` works too:
+several are awaited concurrently. All functions of a batch get the same lists.
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What a function is given beside the columns."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Texts:
     # strings, or for a prompt of messages ``[{"role": "assistant", "content": ...}]``
     completions: list[str | list[Message]]
     completion_ids: list[list[int]]  # token ids without padding; an end-of-sequence token is among them
+    prompt_texts: list[str]  # what the model read: cut, with the chat template and special tokens
     columns: dict[str, list[Any]]  # the data set's other columns, each a list
 
 
@@ -65,7 +65,9 @@ def decode_texts(tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(asked, [decode(tokenizer, *pair) for pair in zip(ids, mask, strict=True)], strict=True)
     ]
-    return Texts(asked, completions, PromptBatch(ids, mask).rows(), columns)
+    return Texts(
+        asked, completions, PromptBatch(ids, mask).rows(), [tokenizer.decode(row) for row in prompts.rows()], columns
+    )
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Log:
             "prompts": texts.prompts,
             "completions": texts.completions,
             "completion_ids": texts.completion_ids,
+            "prompt_texts": texts.prompt_texts,
             "trainer_state": self.trainer_state,
             "log_extra": partial(self._extra, len(texts.completions)),
             "log_metric": self._metric,

@@ -49,6 +49,8 @@ class Evaluation:
     kl_max: float  # largest absolute KL at any position of those completions
     # each reward's values [n] by name, where the reward is a sum; NaN where one does not apply
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    # KL of each of those m completions, the sum over its tokens [m]
+    kl_per_completion: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
         scored = ~np.isnan(list(self.parts.values())).all(0) if self.parts else slice(None)
@@ -72,7 +74,8 @@ class Evaluation:
     def summary(self, beta: float, prefix: str = "eval") -> dict[str, float]:
         """Metrics as the Trainer logs them: ``eval_reward``, ``eval_reward_stderr``, ``eval_reward_n``, ``eval_kl``.
 
-        ``eval_loss`` is the negative objective, in which beta weighs KL.
+        ``eval_loss`` is the negative objective, in which beta weighs KL per token. ``eval_kl_per_completion`` is in
+        nats per completion.
         """
         names = {
             name.removeprefix("val/").removesuffix("_mean"): value
@@ -81,6 +84,8 @@ class Evaluation:
         }  # a single prompt has no standard error, and the Trainer prints numbers
         given = {name: values[np.isfinite(values)] for name, values in self.parts.items()}
         names |= {f"rewards/{name}/mean": float(values.mean()) for name, values in given.items() if len(values)}
+        if len(self.kl_per_completion):
+            names["kl_per_completion"] = float(self.kl_per_completion.mean())
         kl = names.get("kl", 0.0)
         names["loss"] = beta * kl - (float(np.nanmean(self.reward)) if "reward" in names else 0.0)
         return {f"{prefix}_{name}": value for name, value in names.items()}
@@ -92,20 +97,22 @@ class Evaluation:
 
     def table(self) -> pd.DataFrame:
         """One row for each completion: prompt, completion, reward, the rewards it is the sum of, gold, KL."""
-        kl = np.full(len(self.prompts), np.nan)
-        kl[: len(self.kl)] = self.kl
+        kl, whole = (
+            np.pad(values, (0, len(self.prompts) - len(values)), constant_values=np.nan)
+            for values in (self.kl, self.kl_per_completion)
+        )
         columns = {"prompt": self.prompts, "completion": self.completions, "reward": self.reward}
         columns |= {f"rewards/{name}": values for name, values in self.parts.items()}
-        return pd.DataFrame(columns | {"gold": self.gold, "kl": kl, "kl_max": self.kl_max})
+        return pd.DataFrame(columns | {"gold": self.gold, "kl": kl, "kl_per_completion": whole, "kl_max": self.kl_max})
 
     @classmethod
     def of_table(cls, table: pd.DataFrame) -> Evaluation:
         """The evaluation that tables were made of, one below the other."""
-        kl, prefix = table["kl"].to_numpy(), "rewards/"
+        kl, whole, prefix = table["kl"].to_numpy(), table["kl_per_completion"].to_numpy(), "rewards/"
         parts = {name.removeprefix(prefix): table[name].to_numpy() for name in table if name.startswith(prefix)}
         return cls(
             table["prompt"].tolist(), table["completion"].tolist(), table["reward"].to_numpy(),
-            table["gold"].to_numpy(), kl[~np.isnan(kl)], float(table["kl_max"].max()), parts,
+            table["gold"].to_numpy(), kl[~np.isnan(kl)], float(table["kl_max"].max()), parts, whole[~np.isnan(whole)],
         )  # fmt: skip
 
 
@@ -174,15 +181,16 @@ def evaluate(
         gold = np.full(len(after), np.nan)
         if judge is not None:
             gold = judge.score([p + c for p, c in zip(before, after, strict=True)])
-        kl, kl_max, with_kl = np.zeros(0), 0.0, min(len(after), kl_prompts - start)
+        kl, whole, kl_max, with_kl = np.zeros(0), np.zeros(0), 0.0, min(len(after), kl_prompts - start)
         if backbone.anywhere(with_kl > 0):
             first = slice(0, max(with_kl, 1))
             each = sequence_kl(backbone, batch[first], ids[first], mask[first])
             if with_kl > 0:
                 kl, kl_max = sequence_mean(each, mask[first]).cpu().double().numpy(), float(each.abs().max())
+                whole = each.double().sum(-1).cpu().numpy()
         scores = objective.reward_model.last
         parts = {} if scores is None else {name: v.cpu().double().numpy() for name, v in scores.values.items()}
         if number < len(starts):
-            own.append((number, Evaluation(before, after, reward, gold, kl, kl_max, parts).table()))
+            own.append((number, Evaluation(before, after, reward, gold, kl, kl_max, parts, whole).table()))
     tables = sorted(gather_object(own) if processes > 1 else own, key=lambda pair: pair[0])
     return Evaluation.of_table(pd.concat([table for _, table in tables]))

@@ -1,5 +1,8 @@
 """What a run logs: figures and completions since the last row, and rows of ``history.csv``.
 
+``kl`` is a mean over each completion's tokens, as TRL logs it; ``kl_per_completion``, which the lines show, and
+``kl_budget`` are in nats per completion.
+
 `history_rows` is not a ``pandas.DataFrame(log_history)``: pandas makes floats of integers with gaps, and 64 is written
 as 64.0.
 """
@@ -36,8 +39,8 @@ METHOD_FIGURES = (
 )  # fmt: skip
 """Those that only some methods or settings have."""
 _RESERVED = {
-    "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "frac_reward_zero_std", "completions/clipped_ratio", "step",
-                   "step_time", "seconds", "epoch", "num_samples"},
+    "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "frac_reward_zero_std", "completions/clipped_ratio",
+                   "kl_per_completion", "step", "step_time", "seconds", "epoch", "num_samples"},
     "log_extra": {"prompt", "completion", "reward"},
 }  # fmt: skip
 """Names by which reward functions cannot log."""
@@ -70,9 +73,10 @@ class LogBuffer:
         mask, reward = step.completion_mask, step.reward[~step.reward.isnan()]
         if len(reward):
             self.add({"reward": reward.mean(), "reward_std": reward.std(correction=0)})
-        kl = sequence_mean(step.kl, mask).mean()
+        kl, whole = sequence_mean(step.kl, mask).mean(), step.kl.double().sum(-1).mean()
         clipped = ~(is_eos(step.completion_ids, self.ends) & mask.bool()).any(-1)
-        self.add({"kl": None if kl.isnan() else kl, "loss": step.loss,
+        self.add({"kl": None if kl.isnan() else kl, "kl_per_completion": None if kl.isnan() else whole,
+                  "loss": step.loss,
                   "completions/mean_length": mask.sum(-1).double().mean(),
                   "completions/clipped_ratio": clipped.double().mean()})  # fmt: skip
         parts, columns, scores = {}, {}, step.scores
@@ -181,7 +185,7 @@ class Lines(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the line, above the bar."""
         row = logs or {}
-        names = ("reward", "kl", "grad_norm", "eval_reward", "eval_gold", "eval_kl")
+        names = ("reward", "kl_per_completion", "grad_norm", "eval_reward", "eval_gold", "eval_kl_per_completion")
         figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
         if not figures or not state.is_world_process_zero:
             return

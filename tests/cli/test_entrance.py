@@ -55,6 +55,22 @@ def test_the_wheel_is_the_library_and_runs_the_readme_without_a_checkout(tmp_pat
         assert done.returncode == 0 and done.stdout, (words, done.stderr)
 
 
+def test_an_editable_installation_is_found_beside_a_checkout_called_grade(tmp_path):
+    checkout, installed = tmp_path / "grade", tmp_path / "installed"
+    (checkout / "grade").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "grade/__init__.py", "grade/errors.py"):
+        shutil.copy(ROOT / name, checkout / name)
+    build = "from setuptools.build_meta import build_editable; build_editable('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, installed, "zip")
+    script = f"import site; site.addsitedir({str(installed)!r}); import grade.errors; print(grade.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", script]  # without the site module, as above
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{checkout}/grade/__init__.py\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -8,6 +8,7 @@ import torch
 from conftest import make_backbone, make_prompts, tiny_config
 
 from grade.entropy.probe import EntropyProbe, ProbeConfig
+from grade.entropy.run import ProbeRunConfig, make_optimizer
 from grade.entropy.samples import scores_at
 from grade.errors import InputError
 from grade.experiments.enumeration import exact_change
@@ -51,6 +52,25 @@ def prompts(n=8):
 def reward(prompts, ids, mask):
     """The share of ones."""
     return ((ids == 1) * mask).sum(1) / mask.sum(1)
+
+
+def cut(state, file):
+    torch.save(state, file)
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [cut, lambda state, file: file.write_bytes(b"no state"), lambda state, file: torch.save({"state": {}}, file),
+     lambda state, file: torch.save(state | {"param_groups": 2 * state["param_groups"]}, file)],
+)  # fmt: skip
+def test_a_damaged_optimizer_state_is_one_line_with_the_files_name(write, tmp_path):
+    state, policy, config = a_probe().optimizer.state_dict(), a_policy(), ProbeRunConfig(learning_rate=0.5)
+    torch.save(state, tmp_path / "optimizer.pt")
+    assert make_optimizer(config, policy, tmp_path / "optimizer.pt").param_groups[0]["lr"] == 0.5
+    write(state, tmp_path / "damaged.pt")
+    with pytest.raises(InputError, match=r"^optimizer state: got '\S+/damaged.pt'; allowed: AdamW's .*Error\)$"):
+        make_optimizer(config, policy, tmp_path / "damaged.pt")
 
 
 def test_policy_optimizer_and_random_state_are_as_before_and_two_runs_are_equal():

@@ -1,9 +1,14 @@
 """Steps of methods: their phases, what they cost beside, and what their settings may be; peaks are in test_trace.py."""
 
+import inspect
+
 import pytest
 import torch
 
+from grade import GradeConfig
 from grade.errors import InputError
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.replay import replay
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import trace
@@ -45,3 +50,10 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
 def test_a_step_that_cannot_be_is_refused_in_one_line(values, message):
     with pytest.raises(InputError, match=message):
         trace(StepConfig.parse(STEP | values))
+
+
+def test_a_step_has_the_defaults_of_training_and_of_the_engine():
+    """Two hops, and the document's support of 256 tokens."""
+    step, run, engine = StepConfig(), GradeConfig(method="ste"), inspect.signature(replay).parameters["hops"]
+    assert step.hops == run.hops == engine.default == 2
+    assert step.gumbel_topk == run.gumbel_topk == RelaxationConfig().gumbel_topk == 256

@@ -1,17 +1,19 @@
 """Reward functions: TRL's signature, async, None, and what is refused."""
 
 import asyncio
+import copy
 import functools
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from grade.errors import InputError
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, encode_examples
 from grade.rewards.functions import FunctionReward, Log, Texts, decode_texts, run_functions
 
-TEXTS = Texts(["a", "b"], ["yes", "no"], [[5, 0], [6]], {"answer": [1, 2]})
+TEXTS = Texts(["a", "b"], ["yes", "no"], [[5, 0], [6]], ["<s>a", "<s>b"], {"answer": [1, 2]})
 
 
 def call(function, texts=TEXTS, log=None):
@@ -38,7 +40,7 @@ def test_a_function_is_called_by_keyword_with_trls_arguments():
     assert log.columns == {"length": [3, 2]} and log.metrics == {"share": [0.5]}
     assert {k: v for k, v in seen.items() if not k.startswith("log_")} == {
         "prompts": ["a", "b"], "completions": ["yes", "no"], "completion_ids": [[5, 0], [6]], "answer": [1, 2],
-        "trainer_state": "state",
+        "prompt_texts": ["<s>a", "<s>b"], "trainer_state": "state",
     }  # fmt: skip
 
 
@@ -60,6 +62,22 @@ def test_completions_of_messages_are_messages_and_ids_keep_the_end(tokenizer):
     made = decode_texts(tokenizer, PromptBatch(one, one, examples(message)), ids, mask)
     assert made.prompts == [message] and made.completion_ids == [[70, 71, 0]]
     assert made.completions == [[{"role": "assistant", "content": tokenizer.decode([70, 71])}]]
+
+
+def test_a_function_sees_what_the_template_opened_before_the_completion(tokenizer):
+    opening = copy.deepcopy(tokenizer)
+    opening.chat_template += "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    prompts = encode_examples(opening, examples([{"role": "user", "content": "The film was"}]))
+    ids = torch.tensor([opening(" dull</think> fun")["input_ids"]])
+    made = decode_texts(opening, prompts, ids, torch.ones_like(ids))
+
+    def thought(prompt_texts, completions, **_):
+        texts = [asked + said[0]["content"] for asked, said in zip(prompt_texts, completions, strict=True)]
+        return [float(bool(re.search("<think>.+</think>", text))) for text in texts]
+
+    assert call(thought, made).tolist() == [1.0]
+    assert made.completions == [[{"role": "assistant", "content": " dull</think> fun"}]]
+    assert made.prompt_texts == ["<user>The film was\n<assistant><think>"]
 
 
 def test_async_functions_wait_together_also_where_a_loop_runs():

@@ -32,12 +32,16 @@ def test_values_are_those_of_the_completions_that_the_seed_draws(task, evaluatio
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         ids, mask = generate(policy, prompts, 5, generator)
-        kl = sequence_mean(sequence_kl(policy, prompts, ids, mask), mask)
+        each = sequence_kl(policy, prompts, ids, mask)
+        kl = sequence_mean(each, mask)
         read = torch.cat([policy.embed(prompts.ids), policy.embed(ids)], 1)
         reward = task.reward_model(read, torch.cat([prompts.mask, mask], 1))
     assert evaluation.completions == [decode(policy.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
     assert evaluation.reward == pytest.approx(reward.numpy(), abs=1e-6)
     assert evaluation.kl == pytest.approx(kl.numpy(), abs=1e-6) and evaluation.kl.min() > 1e-4
+    whole = each.double().sum(1).numpy()
+    assert evaluation.kl_per_completion == pytest.approx(whole, abs=5e-6) and (mask.sum(1) > 1).any()
+    assert evaluation.summary(0.0)["eval_kl_per_completion"] == pytest.approx(whole.mean(), abs=5e-6)
     texts = [prompt + text for prompt, text in zip(evaluation.prompts, evaluation.completions, strict=True)]
     assert evaluation.gold.tolist() == task.judge.score(texts).tolist()
 
@@ -48,3 +52,4 @@ def test_batches_change_nothing_and_kl_is_of_the_first_prompts_alone(task, evalu
     assert other.completions == evaluation.completions
     assert len(other.kl) == changes.get("kl_prompts", 7)
     assert other.kl == pytest.approx(evaluation.kl[: len(other.kl)], abs=1e-6)
+    assert other.kl_per_completion == pytest.approx(evaluation.kl_per_completion[: len(other.kl)], abs=5e-6)

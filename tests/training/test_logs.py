@@ -5,16 +5,29 @@ from types import SimpleNamespace
 
 import torch
 from conftest import make_prompts
+from transformers import TrainerState
 
 from grade.gradients.objective import GradientStep
 from grade.rewards.rewards import Scores
-from grade.training.logs import LogBuffer
+from grade.training.logs import Lines, LogBuffer
 
 
 def test_the_spread_of_rewards_is_that_of_the_completions_themselves():
     buffer, ones, nothing = LogBuffer(), torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3)
     buffer.add_step(GradientStep(ones, ones, torch.tensor([1.0, 3.0]), nothing, torch.tensor(0.0)), make_prompts(2))
     assert [float(buffer.figures[name][0]) for name in ("reward", "reward_std")] == [2, 1]
+
+
+def test_the_lines_show_kl_in_nats_per_completion(capsys):
+    """Sums 3 and 0.5, means 1.5 and 0.5 over two tokens and one."""
+    buffer, mask = LogBuffer(), torch.tensor([[1, 1], [1, 0]])
+    kl = torch.tensor([[1.0, 2.0], [0.5, 0.0]])
+    buffer.add_step(GradientStep(mask, mask, torch.ones(2), kl, torch.tensor(0.0)), make_prompts(2))
+    row = {name: float(values[0]) for name, values in buffer.figures.items()}
+    assert (row["kl"], row["kl_per_completion"]) == (1.0, 1.75)
+    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
+    Lines({}, print).on_log(None, state, None, {**row, "seconds": 0.0})
+    assert "kl_per_completion 1.75" in capsys.readouterr().out
 
 
 def test_completions_that_did_not_end_and_groups_of_equal_rewards(caplog):
