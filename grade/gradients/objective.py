@@ -121,6 +121,7 @@ class GradientStep:
     residual: Tensor | None = None
     hops: int | None = None  # feedback hops used; None for an exact engine
     scores: Any = None  # what each reward gave (`grade.rewards.rewards.Scores`)
+    entropy: Tensor | None = None  # of the policy that sampled, at each position [B, T] in nats, 0 where masked
 
 
 Engine = Callable[..., GradientStep]

@@ -40,7 +40,7 @@ from grade.gradients.policy_gradient import (
     scored_rewards,
 )
 from grade.gradients.tilt import Agreement, fit_values, gradient_values
-from grade.models.scoring import token_kl
+from grade.models.scoring import kl_and_entropy
 from grade.plugins import import_object
 
 if TYPE_CHECKING:
@@ -172,9 +172,10 @@ class TiltLearner(Learner):
     def _scored(self, completions: Completions, objective: Objective) -> GradientStep:
         prompts, ids, mask = completions.text
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
-        kl = token_kl(self.backbone, self.hidden(prompts, ids), self.reference(prompts, ids), mask)
+        states = self.hidden(prompts, ids), self.reference(prompts, ids)
+        kl, entropy = kl_and_entropy(self.backbone, *states, mask)
         loss = -penalised(reward, kl, mask, objective.beta).nanmean().nan_to_num(0.0)
-        return GradientStep(ids, mask, reward, kl, loss, scores=objective.reward_model.last)
+        return GradientStep(ids, mask, reward, kl, loss, scores=objective.reward_model.last, entropy=entropy)
 
     def _remember(self, parts: Sequence[GradientStep], context: StepContext) -> None:
         """Add completions of all processes; those are also a test of the values fitted before."""
