@@ -54,7 +54,7 @@ class Evaluation:
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        scored = ~np.isnan(list(self.parts.values())).all(0) if self.parts else slice(None)
+        scored = ~np.isnan(self.reward) if self.parts else slice(None)
         for name, values in (("reward", self.reward[scored]), ("kl", self.kl)):
             bad = values[~np.isfinite(values)]
             if len(bad):
@@ -84,6 +84,8 @@ class Evaluation:
         }  # a single prompt has no standard error, and the Trainer prints numbers
         given = {name: values[np.isfinite(values)] for name, values in self.parts.items()}
         names |= {f"rewards/{name}/mean": float(values.mean()) for name, values in given.items() if len(values)}
+        errors = {name: Estimate.of(values).stderr for name, values in given.items() if len(values) > 1}
+        names |= {f"rewards/{name}/stderr": error for name, error in errors.items()}
         kl = names.get("kl", 0.0)
         names["loss"] = beta * kl - (float(np.nanmean(self.reward)) if "reward" in names else 0.0)
         return {f"{prefix}_{name}": value for name, value in names.items()}

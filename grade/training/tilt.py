@@ -197,7 +197,7 @@ class TiltLearner(Learner):
 
     def _fit(self, fresh: Sequence[Completions], objective: Objective, context: StepContext) -> None:
         rewards, by_gradient = self.rewards, torch.zeros_like(self.gradient)
-        if all(part.differentiable for part in objective.reward_model.parts):
+        if all(part.differentiable for part in objective.reward_model.learned):
             of_step = [gradient_values(objective, self.backbone, [one.text]) for one in fresh]
             self.gradient += context.total(sum(of_step) / context.microbatches).cpu()
             found = Agreement.of(self.gradient, self.ids, self.mask, rewards, self.config.group)
