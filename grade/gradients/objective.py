@@ -67,7 +67,7 @@ class Objective:
         Raises:
             InputError: Naming the reward, what a differentiable one is, and the methods that take any.
         """
-        for part in self.reward_model.parts:
+        for part in self.reward_model.learned:
             if part.differentiable is None:
                 raise InputError(
                     f"reward {part.name!r}",
@@ -92,8 +92,11 @@ class Objective:
         Returns:
             [B].
         """
-        values = []
+        values, learned = [], self.reward_model.learned
         for part in self.reward_model.parts:
+            if part not in learned:
+                values.append(None)
+                continue
             pair = (prompt_embeds, embeds) if part.reads is None else (part.reads.embed(prompts.ids), own(part.reads))
             value = part.differentiable(*scored_text(part.scope, prompts, *pair, mask))
             values.append(check_values(part, value, len(mask), gradient=embeds.requires_grad))
@@ -123,6 +126,7 @@ class GradientStep:
     residual: Tensor | None = None
     hops: int | None = None  # feedback hops used; None for an exact engine
     scores: Any = None  # what each reward gave (`grade.rewards.rewards.Scores`)
+    entropy: Tensor | None = None  # of the policy that sampled, at each position [B, T] in nats, 0 where masked
 
 
 Engine = Callable[..., GradientStep]

@@ -40,7 +40,7 @@ from grade.gradients.objective import GradientStep, Objective, check_finite, rel
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch, Rows
-from grade.models.scoring import hidden_logps, token_kl
+from grade.models.scoring import hidden_logps, kl_and_entropy
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ class _Experience(Rows):
     reference: Tensor  # hidden states of the reference [B, T, D]
     logps: Tensor  # log-probabilities under the policy that sampled [B, T]
     kl: Tensor  # KL under that policy [B, T]
+    entropy: Tensor  # its entropy [B, T]
     reward: Tensor  # [B], NaN where no function scored
     scores: Any  # what each reward gave
     returns: Tensor  # penalised returns [B]
@@ -272,8 +273,8 @@ class PolicyGradient(Learner):
         advantages, targets = losses.gae(rewards, values, scored, self.config.gamma, self.config.gae_lambda)
         return advantages, torch.where(scored.bool(), targets, values)
 
-    def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probabilities and KL [B, T], hidden states of policy and reference [B, T, D]."""
+    def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, ...]:
+        """Log-probabilities and KL [B, T], hidden states of policy and reference [B, T, D], the entropy [B, T]."""
         prompts, ids, mask = completions.text
         if reference is None:
             reference = self.reference(prompts, ids)
@@ -281,7 +282,8 @@ class PolicyGradient(Learner):
         # Under the distribution that was sampled from: no end-of-sequence before min_completion_length.
         least = self.config.min_completion_length
         logps = hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=least)
-        return logps, token_kl(self.backbone, hidden, reference, mask), hidden, reference
+        kl, entropy = kl_and_entropy(self.backbone, hidden, reference, mask)
+        return logps, kl, hidden, reference, entropy
 
     @torch.no_grad()
     def _experience(
@@ -291,14 +293,14 @@ class PolicyGradient(Learner):
 
         Advantages of whole completions are still to come, see `_compared`.
         """
-        logps, kl, hidden, reference = terms
+        logps, kl, hidden, reference, entropy = terms
         logps, kl, mask = logps.detach(), kl.detach(), completions.mask
         if reward is None:
             reward = scored_rewards(self.backbone, *completions.text, objective)
         returns = penalised(reward, kl, mask, objective.beta)
         check_finite(reward.nan_to_num(0.0), returns.nan_to_num(0.0))
         scores = objective.reward_model.last
-        seen = _Experience(completions, reference, logps, kl, reward, scores, returns, returns)
+        seen = _Experience(completions, reference, logps, kl, entropy, reward, scores, returns, returns)
         if self.value_head is None:
             return seen
         values = self.value_head(hidden)
@@ -332,13 +334,13 @@ class PolicyGradient(Learner):
     def _greedy_returns(self, prompts: PromptBatch, objective: Objective) -> tuple[Tensor, torch.dtype]:
         """Penalised returns [N, 1] of the greedy completion of each prompt, and the type of its reward."""
         greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
-        _, kl, _, _ = self._terms(greedy, None)
+        _, kl, *_ = self._terms(greedy, None)
         reward = scored_rewards(self.backbone, *greedy.text, objective)
         return penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1), reward.dtype
 
     def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
         """Of an update, with a trained value head's; ``terms`` are those of `_terms`, with gradient."""
-        logps, kl, hidden, _ = terms
+        logps, kl, hidden, *_ = terms
         mask = seen.completions.mask
         taught = objective.taught(hidden, *seen.completions.text)
         if self.method.clipped:
@@ -360,15 +362,18 @@ class PolicyGradient(Learner):
 
 def _result(seen: _Experience) -> GradientStep:
     loss = -seen.returns.nanmean().nan_to_num(0.0)
-    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward, seen.kl, loss, scores=seen.scores)
+    ids, mask = seen.completions.ids, seen.completions.mask
+    return GradientStep(ids, mask, seen.reward, seen.kl, loss, scores=seen.scores, entropy=seen.entropy)
 
 
 @torch.no_grad()
 def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Rewards [B] of completions, which must be finite; NaN where every function returned None."""
+    """Rewards [B] of completions, which must be finite; NaN where every function that is learned returned None."""
     reward = objective.score(backbone, prompts, ids, mask)
     parts = getattr(objective.reward_model.last, "values", None)
-    none = torch.stack(list(parts.values())).isnan().all(0) if parts else torch.zeros_like(reward, dtype=torch.bool)
+    none = torch.zeros_like(reward, dtype=torch.bool)
+    if parts:
+        none = reward.isnan() | torch.stack(list(parts.values())).isnan().all(0)
     given = reward.masked_fill(none, 0.0)
     check_finite(given, given)
     return given.masked_fill(none, torch.nan)

@@ -86,14 +86,16 @@ def replay(
     rollout = rollout or sample(backbone, prompts, relaxation, generator)
     graph = ReplayGraph(backbone, rollout, gradient_checkpointing)
     reward, r, k_reward = graph.reward(objective, relaxation)
-    kl, k = graph.kl(objective.beta)
+    entropies: list[Tensor] = []
+    kl, k = graph.kl(objective.beta, entropies)
     k = k if k_reward is None else _plus(k, k_reward)
     mask = rollout.completion_mask
+    entropy = torch.cat(entropies).view(mask.shape) * mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
     v, residual, used = graph.adjoint(r, k, graph.pullback(rollout, relaxation), hops, tolerance)
     torch.autograd.backward(graph.roots, [each * scale for each in v], inputs=backbone.trainable_parameters())
-    return GradientStep(rollout.completion_ids, mask, reward, kl, loss, residual, used)
+    return GradientStep(rollout.completion_ids, mask, reward, kl, loss, residual, used, entropy=entropy)
 
 
 class ReplayGraph:
@@ -154,14 +156,14 @@ class ReplayGraph:
             k = part if k is None else _plus(k, part)
         return reward, r, k
 
-    def kl(self, beta: float) -> tuple[Tensor, list[Tensor]]:
-        """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/d roots``."""
+    def kl(self, beta: float, entropies: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+        """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/d roots``; ``entropies`` as for `kl_divergence`."""
         inputs, mask = self.inputs
         with torch.no_grad(), self.backbone.reference():
             ref_hidden = self.backbone.hidden(inputs.detach(), mask)[:, self.first :]  # [B, T, D]
         mask, leaves = self.rollout.completion_mask, self._leaves()
         with torch.enable_grad():
-            kl = token_kl(self.backbone, leaves[0], ref_hidden, mask)
+            kl = token_kl(self.backbone, leaves[0], ref_hidden, mask, entropies)
             k = torch.autograd.grad(beta * sequence_mean(kl, mask).mean(), leaves)
         return kl.detach(), list(k)
 

@@ -25,7 +25,7 @@ from grade.gradients.estimators import RelaxationConfig, find_estimator
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.batch import PromptBatch
-from grade.models.head import EmbeddingTable, kl_divergence, weighted_embedding
+from grade.models.head import EmbeddingTable, entropy_of_logits, kl_divergence, weighted_embedding
 from grade.models.sampling import check_length, forbid_eos, is_eos
 from grade.plugins import ESTIMATORS
 
@@ -82,11 +82,11 @@ def stepwise(
     kl = loop.kl() * mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
-    ids = loop.stacked("token")
+    ids, entropy = loop.stacked("token"), loop.stacked("entropy") * mask
     if not backward:
-        return GradientStep(ids, mask, reward, kl, loss)
+        return GradientStep(ids, mask, reward, kl, loss, entropy=entropy)
     (loss * scale).backward(inputs=backbone.trainable_parameters())
-    return GradientStep(ids, mask, reward.detach(), kl.detach(), loss.detach())
+    return GradientStep(ids, mask, reward.detach(), kl.detach(), loss.detach(), entropy=entropy)
 
 
 unrolled = partial(stepwise, options=UNROLLED)
@@ -166,7 +166,10 @@ def _policy(
     backbone: Backbone, config: RelaxationConfig, options: StepwiseOptions, generator: torch.Generator, step: int,
     mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """One policy step: relaxed embedding e [B, D], weights y [B, K], dense soft token and logits [B, V], KL [B]."""
+    """One policy step: relaxed embedding e [B, D], weights y [B, K], dense soft token and logits [B, V], KL [B].
+
+    And the entropy [B], of the whole distribution as KL is.
+    """
     estimator = find_estimator(config.estimator)
     h = backbone.hidden(prefix, mask)
     last = h[:, -1]
@@ -185,8 +188,8 @@ def _policy(
         e = soft.to(backbone.dtype) @ backbone.embedding_weight
     kl = kl_divergence(backbone.head, last, backbone.ref_head, ref_hidden) if options.online_kl else None
     keep_logits = not options.online_kl or not options.drop_lists
-    e = e * backbone.embedding_scale
-    return {"e": e, "y": y, "soft": soft, "logits": logits if keep_logits else None, "kl": kl}
+    e, entropy = e * backbone.embedding_scale, entropy_of_logits(logits)
+    return {"e": e, "y": y, "soft": soft, "logits": logits if keep_logits else None, "kl": kl, "entropy": entropy}
 
 
 def gathered_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:

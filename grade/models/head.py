@@ -210,7 +210,7 @@ def _products(table: Tensor, ids: Tensor, vectors: Tensor) -> Tensor:
 
 def row_values(
     head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor, forbidden: tuple[int, ...] = (),
-    where: Tensor | None = None,
+    where: Tensor | None = None, entropies: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """One number per row of logits, from hidden states; `chunk_rows` rows of logits exist at once.
 
@@ -224,25 +224,28 @@ def row_values(
     overwrite the logits. Other tables that it reads, its attribute ``reads``, are gathered once for all rows if they
     are in parts. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
     ``where`` is True. Values are float32 (float64 for a float64 model).
+
+    A list ``entropies`` gets the rows' `entropy_of_logits`, [n] for each chunk, without gradient and of all tokens, the
+    forbidden ones included.
     """
     if where is None or not forbidden:
         forbidden = ()
     else:
         others = (*others, where)
     with whole(head.weight, *getattr(of_logits, "reads", ())):
-        return _RowValues.apply(hidden, head.token_bias, head, of_logits, forbidden, *others)
+        return _RowValues.apply(hidden, head.token_bias, head, of_logits, forbidden, entropies, *others)
 
 
 class _RowValues(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, token_bias: Tensor | None, head: Head, of_logits: RowFunction, forbidden: tuple[int, ...],
-        *others: Tensor,
+        entropies: list[Tensor] | None, *others: Tensor,
     ) -> Tensor:  # fmt: skip
         values, slopes, (needed, trained, *_) = [], [], ctx.needs_input_grad
         rows = chunk_rows(len(head.weight), len(hidden))
         for h, *rest in zip(*(x.split(rows) for x in (hidden, *others)), strict=True):
-            value, slope = _chunk(head, h, of_logits, needed, forbidden, rest)
+            value, slope = _chunk(head, h, of_logits, needed, forbidden, rest, entropies=entropies)
             values.append(value)
             slopes.append(slope)
         kept = [torch.cat(slopes)] if needed else []
@@ -269,13 +272,15 @@ class _RowValues(torch.autograd.Function):
 
 def _chunk(
     head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, forbidden: tuple[int, ...], rest: list[Tensor],
-    weights: Tensor | None = None,
+    weights: Tensor | None = None, entropies: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Values [n] and their gradient in the hidden states [n, D]; a separate function, so that every [n, V] is freed.
 
     With weights [n] the gradient of the weighted sum in the token bias [V] instead.
     """
     logits = [head(hidden)]
+    if entropies is not None:
+        entropies.append(entropy_of_logits(logits[0]))
     inner = head.slope(logits[0]) if needed else 1.0
     if forbidden:
         columns, where = torch.tensor(forbidden, device=hidden.device), rest.pop().unsqueeze(1)
@@ -286,14 +291,17 @@ def _chunk(
     return value, grad.mul_(inner).to(hidden.dtype) @ head.weight if needed else None
 
 
-def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor) -> Tensor:
+def kl_divergence(
+    head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor, entropies: list[Tensor] | None = None
+) -> Tensor:
     """Exact ``KL(policy || reference)`` over the full vocabulary, row by row, from hidden states; see `row_values`.
 
     ``KL = sum_v p_v (log p_v - log q_v)`` in nats, with ``p = softmax(head(h))`` and ``q = softmax(ref_head(h_ref))``
     of the *same* position; the heads differ in the policy's token bias. Differentiable in ``hidden`` (the reference is
     a constant): ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose
     terms are all >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then
-    enters at second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
+    enters at second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5. A list ``entropies``
+    gets the policy's entropies.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -306,7 +314,7 @@ def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor
         kl = ref_logp.exp_().sub_(p).addcmul_(p, diff).sum(-1)
         return kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed else None
 
-    return row_values(head, hidden, of_logits, ref_hidden.detach())
+    return row_values(head, hidden, of_logits, ref_hidden.detach(), entropies=entropies)
 
 
 def token_logps(
@@ -343,6 +351,16 @@ def entropy(head: Head, hidden: Tensor) -> Tensor:
         return value, p.mul_(logp.add_(value.unsqueeze(-1))).neg_() if needed else None
 
     return row_values(head, hidden, of_logits)
+
+
+def entropy_of_logits(logits: Tensor) -> Tensor:
+    """``-sum_v p_v log p_v`` in nats of given finite logits [..., V], without gradient.
+
+    >>> round(float(entropy_of_logits(torch.zeros(4)).exp()), 4)        # uniform: log 4
+    4.0
+    """
+    logp = logits.detach().log_softmax(-1)
+    return -logp.exp().mul_(logp).sum(-1)
 
 
 Values = Callable[[Tensor], Tensor]

@@ -50,13 +50,29 @@ def hidden_logps(backbone: Policy, hidden: Tensor, ids: Tensor, mask: Tensor, mi
     return token_logps(backbone.head, rows, ids.flatten(), eos, early).view(mask.shape) * mask
 
 
-def token_kl(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:
+def token_kl(
+    backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor, entropies: list[Tensor] | None = None
+) -> Tensor:
     """Exact full-vocabulary KL(policy || reference) at each token [B, T] in nats, 0 where masked.
 
-    From hidden states [B, T, D] of `predicting_hidden`; the reference's are constants.
+    From hidden states [B, T, D] of `predicting_hidden`; the reference's are constants. ``entropies`` as for
+    `kl_divergence`.
     """
     rows, ref_rows = hidden.flatten(0, 1), ref_hidden.flatten(0, 1)
-    return kl_divergence(backbone.head, rows, backbone.ref_head, ref_rows).view(mask.shape) * mask
+    return kl_divergence(backbone.head, rows, backbone.ref_head, ref_rows, entropies).view(mask.shape) * mask
+
+
+def kl_and_entropy(
+    backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`token_kl`, and the policy's entropy at each token [B, T] in nats, 0 where masked, without gradient.
+
+    Both are of the whole distribution, from the same logits: end-of-sequence has its share before ``min_new_tokens``
+    too.
+    """
+    entropies: list[Tensor] = []
+    kl = token_kl(backbone, hidden, ref_hidden, mask, entropies)
+    return kl, torch.cat(entropies).view(mask.shape) * mask
 
 
 @torch.no_grad()

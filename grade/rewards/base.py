@@ -65,6 +65,11 @@ class Reward:
         """The rewards that this is a sum of, or itself alone."""
         return (self,)
 
+    @property
+    def learned(self) -> Sequence[Reward]:
+        """The parts that training follows; the others only have values in its log and in evaluations."""
+        return self.parts
+
     def combine(self, values: Sequence[Tensor]) -> Tensor:
         """The reward [B] from its parts' values [B], differentiable."""
         (value,) = values

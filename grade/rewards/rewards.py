@@ -54,9 +54,10 @@ class Scores:
 class Rewards(Reward):
     """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it, and none makes R NaN.
 
-    Each part has a weight (default: 1), and is logged under its name, numbered where two are equal. All must be made
-    for one ``scope``; ``dtype`` is that of R. ``last`` are the `Scores` of the batch that was scored last;
-    ``trainer_state`` is passed to functions.
+    Each part has a weight (default: 1), and is logged under its name, numbered where two are equal. One with weight 0
+    beside others is not `learned`: it has no part in R, nor in which completions have one, and is not asked about
+    relaxed tokens. All must be made for one ``scope``; ``dtype`` is that of R. ``last`` are the `Scores` of the batch
+    that was scored last; ``trainer_state`` is passed to functions.
     """
 
     parts: Sequence[Reward] = ()
@@ -81,10 +82,15 @@ class Rewards(Reward):
         self.last: Scores | None = None
         self.trainer_state: Any = None
 
+    @property
+    def learned(self) -> Sequence[Reward]:
+        """The parts whose weight is not 0, or all if each has 0."""
+        return [part for part, weight in zip(self.parts, self.weights, strict=True) if weight] or self.parts
+
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]; `last` then holds the parts.
 
-        NaN where every function returned None; any other value that is not finite is refused.
+        NaN where every function that is learned returned None; any other value that is not finite is refused.
         """
         functions = [part for part in self.parts if isinstance(part, FunctionReward)]
         log, scored = Log(self.trainer_state), dict[Reward, tuple[Tensor, float]]()
@@ -103,22 +109,30 @@ class Rewards(Reward):
                 seconds[name] = time.perf_counter() - start
             values.append(value.to(device=ids.device, dtype=self.dtype))
         self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, log.columns, log.metrics)
-        missing = torch.stack(values).isnan()
+        learned = self.learned
+        values = [value if part in learned else None for part, value in zip(self.parts, values, strict=True)]
+        missing = torch.stack([value for value in values if value is not None]).isnan()
         if (~missing).all():  # so asked, fake tensors take this branch too
             return self._sum(values)
         unscored = missing.all(0)
         if unscored.any():
             warnings.warn("a completion whose rewards are all None has no advantage and is in no mean", stacklevel=2)
-        return self._sum([value.nan_to_num(0.0) for value in values]).masked_fill(unscored, torch.nan)
+        values = [None if value is None else value.nan_to_num(0.0) for value in values]
+        return self._sum(values).masked_fill(unscored, torch.nan)
 
-    def combine(self, values: Sequence[Tensor]) -> Tensor:
-        """The weighted sum [B] of the parts' values [B], differentiable; `last` then holds the parts."""
-        values = [value.to(self.dtype) for value in values]
-        self.last = Scores({name: value.detach() for name, value in zip(self.names, values, strict=True)})
+    def combine(self, values: Sequence[Tensor | None]) -> Tensor:
+        """The weighted sum [B] of the parts' values [B], differentiable; `last` then holds the parts.
+
+        None for what is not `learned`.
+        """
+        values = [None if value is None else value.to(self.dtype) for value in values]
+        given = zip(self.names, values, strict=True)
+        self.last = Scores({name: value.detach() for name, value in given if value is not None})
         return self._sum(values)
 
-    def _sum(self, values: Sequence[Tensor]) -> Tensor:
-        return functools.reduce(operator.add, (w * value for w, value in zip(self.weights, values, strict=True)))
+    def _sum(self, values: Sequence[Tensor | None]) -> Tensor:
+        weighted = zip(self.weights, values, strict=True)
+        return functools.reduce(operator.add, (w * value for w, value in weighted if value is not None))
 
 
 def make_rewards(

@@ -53,7 +53,7 @@ class Evaluation:
     kl_per_completion: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
-        scored = ~np.isnan(list(self.parts.values())).all(0) if self.parts else slice(None)
+        scored = ~np.isnan(self.reward) if self.parts else slice(None)
         for name, values in (("reward", self.reward[scored]), ("kl", self.kl)):
             bad = values[~np.isfinite(values)]
             if len(bad):
@@ -86,6 +86,8 @@ class Evaluation:
         names |= {f"rewards/{name}/mean": float(values.mean()) for name, values in given.items() if len(values)}
         if len(self.kl_per_completion):
             names["kl_per_completion"] = float(self.kl_per_completion.mean())
+        errors = {name: Estimate.of(values).stderr for name, values in given.items() if len(values) > 1}
+        names |= {f"rewards/{name}/stderr": error for name, error in errors.items()}
         kl = names.get("kl", 0.0)
         names["loss"] = beta * kl - (float(np.nanmean(self.reward)) if "reward" in names else 0.0)
         return {f"{prefix}_{name}": value for name, value in names.items()}

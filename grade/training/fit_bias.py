@@ -155,7 +155,7 @@ def fit_bias(
     sampled = partial(sample_texts, backbone=policy, completion_tokens=most, generator=generator, min_new_tokens=least)
 
     if texts is None:
-        texts = GRADIENT if all(part.differentiable for part in rewards.parts) else f"reference:{PROMPTS * GROUP}"
+        texts = GRADIENT if all(part.differentiable for part in rewards.learned) else f"reference:{PROMPTS * GROUP}"
     named = texts if isinstance(texts, str) else ""
     own = re.fullmatch(r"reference:(\d+)", named)
     averaged = re.fullmatch(rf"{GRADIENT}(?::([1-9]\d*))?", named)

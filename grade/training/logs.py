@@ -40,7 +40,7 @@ METHOD_FIGURES = (
 """Those that only some methods or settings have."""
 _RESERVED = {
     "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "frac_reward_zero_std", "completions/clipped_ratio",
-                   "kl_per_completion", "step", "step_time", "seconds", "epoch", "num_samples"},
+                   "kl_per_completion", "step", "step_time", "seconds", "epoch", "num_samples", "entropy"},
     "log_extra": {"prompt", "completion", "reward"},
 }  # fmt: skip
 """Names by which reward functions cannot log."""
@@ -53,7 +53,10 @@ RENAMED = {
 class LogBuffer:
     """Figures of microbatches, averaged when a row is logged, and their completions if a tokenizer decodes them.
 
-    What no function scored has no part in means of rewards. ``ends`` are the policy's end-of-sequence tokens.
+    What no function scored has no part in means of rewards. ``entropy`` is the mean over all completions' tokens, in
+    nats per token, of the entropy of the policy that sampled, at the run's temperature; like KL it is of the whole
+    distribution, with end-of-sequence where ``min_completion_length`` forbids it. ``ends`` are the policy's
+    end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = ()) -> None:
@@ -75,8 +78,9 @@ class LogBuffer:
             self.add({"reward": reward.mean(), "reward_std": reward.std(correction=0)})
         kl, whole = sequence_mean(step.kl, mask).mean(), step.kl.double().sum(-1).mean()
         clipped = ~(is_eos(step.completion_ids, self.ends) & mask.bool()).any(-1)
+        entropy = None if step.entropy is None else step.entropy.double().sum(-1).mean()  # of a completion, see `drain`
         self.add({"kl": None if kl.isnan() else kl, "kl_per_completion": None if kl.isnan() else whole,
-                  "loss": step.loss,
+                  "loss": step.loss, "entropy": entropy,
                   "completions/mean_length": mask.sum(-1).double().mean(),
                   "completions/clipped_ratio": clipped.double().mean()})  # fmt: skip
         parts, columns, scores = {}, {}, step.scores
@@ -116,7 +120,10 @@ class LogBuffer:
         """The mean of every figure; no figure is kept."""
         figures, self.figures = self.figures, {}
         names = dict.fromkeys(gather_object(list(figures)))  # some process may have had no reward
-        return {name: mean(figures.get(name, [])) for name in names}
+        drained = {name: mean(figures.get(name, [])) for name in names}
+        if "entropy" in drained:  # a mean over tokens, whatever microbatch and process has them
+            drained["entropy"] /= drained["completions/mean_length"]
+        return drained
 
     def drain_rows(self) -> pd.DataFrame:
         """The completions of all processes; none is kept."""

@@ -102,13 +102,15 @@ class TeacherGradient(Learner):
         (prompts, ids, mask), near = completions.text, objective.beta > 0
         reference = self.reference(prompts, ids) if near else None
         hidden = self.hidden(prompts, ids)
-        divergence = sequence_mean(objective.taught(hidden, prompts, ids, mask), mask)
+        (teacher,), entropies = objective.terms, []
+        divergence = sequence_mean(teacher(hidden, prompts, ids, mask, entropies), mask)
         loss, kl = divergence.mean(), torch.full(mask.shape, torch.nan, device=mask.device)
         if near:
             kl = token_kl(self.backbone, hidden, reference, mask)
             loss = loss + objective.beta * sequence_mean(kl, mask).mean()
         (loss * scale).backward(inputs=self.backbone.trainable_parameters())
-        return GradientStep(ids, mask, -divergence.detach(), kl.detach(), loss.detach())
+        entropy = torch.cat(entropies).view(mask.shape) * mask
+        return GradientStep(ids, mask, -divergence.detach(), kl.detach(), loss.detach(), entropy=entropy)
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,14 @@ class Teacher:
     context: str = ""
     encode: Callable[[Sequence[Mapping[str, Any]]], PromptBatch] | None = None
 
-    def __call__(self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """``w D`` [B, T] of completions [B, T], differentiable in the policy's hidden states [B, T, D]."""
-        return self.weight * self.divergence(hidden, self.hidden(prompts, ids), mask)
+    def __call__(
+        self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor, entropies: list[Tensor] | None = None
+    ) -> Tensor:
+        """``w D`` [B, T] of completions [B, T], differentiable in the policy's hidden states [B, T, D].
+
+        A list ``entropies`` gets the policy's, see `row_values`.
+        """
+        return self.weight * self.divergence(hidden, self.hidden(prompts, ids), mask, entropies)
 
     @property
     def head(self) -> Head:
@@ -163,13 +170,15 @@ class Teacher:
             return prompts
         return self.encode([with_context(row, self.context) for row in prompts.examples]).to(prompts.ids.device)
 
-    def divergence(self, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor) -> Tensor:
+    def divergence(
+        self, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor, entropies: list[Tensor] | None = None
+    ) -> Tensor:
         """Divergence at each token [B, T] in nats, 0 where masked, from hidden states of policy and teacher.
 
         Differentiable in the policy's [B, T, D].
         """
         rows = hidden.flatten(0, 1), teacher_hidden.flatten(0, 1)
-        values = jensen_shannon(self.policy.head, rows[0], self.head, rows[1], self.beta)
+        values = jensen_shannon(self.policy.head, rows[0], self.head, rows[1], self.beta, entropies)
         return values.view(mask.shape) * mask
 
     @contextlib.contextmanager
@@ -208,7 +217,10 @@ class TeacherReward(Reward):
         return -values.sum(1) / mask.sum(1)
 
 
-def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Tensor, beta: float) -> Tensor:
+def jensen_shannon(
+    head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Tensor, beta: float,
+    entropies: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Generalised Jensen-Shannon divergence of a policy p from a teacher q; see `grade.models.head.row_values`.
 
     ``D = beta KL(q || m) + (1 - beta) KL(p || m)`` in nats with ``m = beta q + (1 - beta) p``, row by row; beta = 0 is
@@ -230,7 +242,7 @@ def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Te
         return value, F.pad(grad, (0, missing)) if needed else None
 
     of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
-    return row_values(head, hidden, of_logits, teacher_hidden.detach())
+    return row_values(head, hidden, of_logits, teacher_hidden.detach(), entropies=entropies)
 
 
 def _divergence(logp: Tensor, logq: Tensor, beta: float, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

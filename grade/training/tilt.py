@@ -33,7 +33,7 @@ from grade.gradients.methods import AUTO, FALLBACK, METHODS, TILT
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import GroupSettings, penalised, scored_rewards
 from grade.gradients.tilt import Agreement, fit_values, gradient_values
-from grade.models.scoring import token_kl
+from grade.models.scoring import kl_and_entropy
 from grade.plugins import import_object
 
 if TYPE_CHECKING:
@@ -165,9 +165,10 @@ class TiltLearner(Learner):
     def _scored(self, completions: Completions, objective: Objective) -> GradientStep:
         prompts, ids, mask = completions.text
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
-        kl = token_kl(self.backbone, self.hidden(prompts, ids), self.reference(prompts, ids), mask)
+        states = self.hidden(prompts, ids), self.reference(prompts, ids)
+        kl, entropy = kl_and_entropy(self.backbone, *states, mask)
         loss = -penalised(reward, kl, mask, objective.beta).nanmean().nan_to_num(0.0)
-        return GradientStep(ids, mask, reward, kl, loss, scores=objective.reward_model.last)
+        return GradientStep(ids, mask, reward, kl, loss, scores=objective.reward_model.last, entropy=entropy)
 
     def _remember(self, parts: Sequence[GradientStep], context: StepContext) -> None:
         """Add completions of all processes; those are also a test of the values fitted before."""
@@ -189,7 +190,7 @@ class TiltLearner(Learner):
 
     def _fit(self, fresh: Sequence[Completions], objective: Objective, context: StepContext) -> None:
         rewards, by_gradient = self.rewards, torch.zeros_like(self.gradient)
-        if all(part.differentiable for part in objective.reward_model.parts):
+        if all(part.differentiable for part in objective.reward_model.learned):
             of_step = [gradient_values(objective, self.backbone, [one.text]) for one in fresh]
             self.gradient += context.total(sum(of_step) / context.microbatches).cpu()
             found = Agreement.of(self.gradient, self.ids, self.mask, rewards, self.config.group)

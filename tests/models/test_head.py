@@ -113,6 +113,22 @@ def test_a_trained_token_bias_keeps_what_makes_the_logits_and_none_of_them():
     assert kept(3000) == kept(1000) == 3 * N * D * 4
 
 
+def test_entropies_beside_a_row_function_change_neither_its_values_nor_its_gradients_nor_what_is_kept():
+    """In backward the logits are computed again for the token bias, the entropies are not."""
+    head, ref = make_head(token_bias=True, temperature=0.7, v=3000), hidden(seed=3)
+    ref_head, results, entropies = replace(head, token_bias=None), [], []
+    for beside in (None, entropies):
+        h = hidden()
+        kept = saved_bytes(lambda h=h, beside=beside: kl_divergence(head, h, ref_head, ref, beside))
+        entropies.clear()
+        kl = kl_divergence(head, h, ref_head, ref, beside)
+        results.append([kl, *torch.autograd.grad(kl.sum(), [h, head.token_bias]), torch.tensor(kept)])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    logp = head(hidden()).log_softmax(-1)
+    torch.testing.assert_close(torch.cat(entropies), -(logp.exp() * logp).sum(-1).detach())
+    assert not any(each.requires_grad for each in entropies)
+
+
 @settings(max_examples=25, deadline=None)
 @given(offset=st.floats(-1e3, 1e3), noise=st.floats(0, 1e-6))
 def test_kl_of_nearly_equal_float32_rows_is_zero(offset, noise):

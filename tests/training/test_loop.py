@@ -126,6 +126,35 @@ def test_the_log_has_trls_names_and_every_rewards_own_mean(base, tmp_path):
     assert row["rewards/zero/mean"] == 0.0 and row["rewards/length/seconds"] >= 0
 
 
+@pytest.mark.filterwarnings("ignore:a completion whose rewards are all None")
+@pytest.mark.parametrize("method", ["rloo", "ste"])
+def test_a_reward_with_weight_0_is_a_metric_and_trains_nothing(base, tmp_path, method):
+    """To the bit, where the learned one is None too; where tokens are relaxed it is asked in evaluations alone."""
+    calls, runs = [], []
+
+    def words(completions, **_):
+        calls.append(len(completions))
+        return [float(len(text.split())) for text in completions]
+
+    def some(completions, **_):
+        return [None if number % 4 == 1 else float(len(text)) for number, text in enumerate(completions)]
+
+    for weights in ([2.0], [2.0, 0.0]):
+        policy = Backbone.load(base, lora=LoraSettings(), seed=0)
+        learned = some if method == "rloo" else Recorded(policy.embedding_weight[5].detach(), [])
+        made = trainer(policy, tmp_path, [learned, words][: len(weights)], held_out=PROMPTS, method=method,
+                       reward_weights=weights, reward_scope="completion", save_strategy="no")  # fmt: skip
+        made.train()
+        (row, *_), metrics = made.state.log_history, made.evaluate()
+        runs.append([row["reward"], metrics["eval_reward"], *(p.detach() for p in policy.trainable_parameters())])
+    for one, two in zip(*runs, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(two))
+    assert calls == ([8, 8, 10] if method == "rloo" else [10]) and ("rewards/words/mean" in row) == (method == "rloo")
+    values = made.evaluations[2].parts["words"]
+    assert metrics["eval_rewards/words/mean"] == pytest.approx(values.mean())
+    assert metrics["eval_rewards/words/stderr"] == pytest.approx(values.std(ddof=1) / 10**0.5)
+
+
 @pytest.mark.filterwarnings("ignore:all reward functions returned None")
 @pytest.mark.parametrize("method", ["rloo", "ppo"])
 def test_what_no_function_scored_has_no_part_in_logged_means(base, tmp_path, method):
