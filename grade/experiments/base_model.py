@@ -36,14 +36,6 @@ from grade.errors import InputError
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.stats import Estimate
 
-MODEL_FILES = (
-    "config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
-    "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/", "vocab.json", "vocab.txt", "merges.txt",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
-)  # fmt: skip
-"""Names that transformers gives to the files of a causal language model and its tokenizer, whatever its version."""
-
 
 class BackboneConfig(Config):
     """Where the base model comes from."""

@@ -10,7 +10,7 @@ import string
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import pandas as pd
 from pydantic import Field
@@ -45,7 +45,6 @@ class _Stated(Config):
     unit: str = Field("", description="unit of the figure; empty for text")
     how: How = Field(description="where the figure is from")
     note: str = Field(description="what explains the verdict, with the figures that go with it")
-    timed: bool = Field(False, description="whether figure or note hold times, which differ from run to run")
 
 
 class Row(_Stated):
@@ -76,11 +75,6 @@ class Claim(_Stated):
     seed: str = Field(min_length=1, description="the document's number")
     found: float | str = Field(description="the figure that was obtained here, or text")
     verdict: Verdict
-
-    def without_times(self) -> Self:
-        """The same verdict; a timed one refers to the file of times instead of giving its figure."""
-        changes = dict(found="timed", unit="", note="see timings/claims.csv")
-        return self.model_copy(update=changes) if self.timed else self
 
 
 COLUMNS = ("seed", "claim", "stated", "found", "unit", "how", "verdict", "note")

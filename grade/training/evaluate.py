@@ -9,7 +9,7 @@ Left out: perplexity and diversity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from grade.errors import InputError
 from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
-from grade.models.noise import NoiseBlocks
+from grade.models.noise import Draw, gumbel_noise
 from grade.models.prompts import PromptBatch, decode, encode_examples
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
@@ -31,7 +31,7 @@ from grade.rewards.base import Reward, RewardScope
 from grade.stats import Estimate
 
 NOISE_BLOCK = 64
-"""Prompts whose noise is drawn together, see `grade.models.noise.NoiseBlocks`; another number is another sample."""
+"""Prompts whose noise is drawn together, see `NoiseBlocks`; another number is another sample."""
 MEANS = {"reward": "reward_mean", "gold": "gold_mean", "kl": "kl"}
 """What is averaged, and the name of its mean."""
 
@@ -196,3 +196,46 @@ def evaluate(
             own.append((number, Evaluation(before, after, reward, gold, kl, kl_max, parts, whole).table()))
     tables = sorted(gather_object(own) if processes > 1 else own, key=lambda pair: pair[0])
     return Evaluation.of_table(pd.concat([table for _, table in tables]))
+
+
+class NoiseBlocks:
+    """Gumbel noise of a list of prompts, T draws per prompt, which depends on a prompt's place in the list alone.
+
+    One generator, not used elsewhere, goes through the list in blocks of ``size`` consecutive prompts. It draws a
+    block's noise as a whole, once for each of T = ``draws`` tokens, then that of the next block. Prompts that are
+    sampled together take their rows of it, whatever part of a block or of several blocks they are.
+    """
+
+    def __init__(self, generator: torch.Generator, prompts: int, vocab_size: int, draws: int, size: int) -> None:
+        self._device, self._starts = generator.device, [generator.get_state()]
+        self._prompts, self._vocab_size, self._draws, self._size = prompts, vocab_size, draws, size
+        self._open: dict[int, Iterator[Tensor]] = {}  # blocks that are being read
+
+    def rows(self, start: int, stop: int) -> Draw:
+        """Noise [stop - start, V] of the prompts at these places, for one token after the other from the first on."""
+        first, last = start // self._size, (stop - 1) // self._size
+        while len(self._starts) <= last:  # a block begins where the one before it ends
+            block = len(self._starts) - 1
+            for _ in self._open.pop(block, self._block(block)):
+                pass
+        blocks = {block: self._block(block) for block in range(first, last + 1)}
+        self._open |= blocks
+
+        def draw(shape: tuple[int, ...]) -> Tensor:
+            noise = torch.cat([next(block) for block in blocks.values()])
+            noise = noise[start - first * self._size : stop - first * self._size]
+            if noise.shape != shape:
+                raise ValueError(f"noise of shape {tuple(noise.shape)} for logits of shape {shape}")
+            return noise
+
+        return draw
+
+    def _block(self, block: int) -> Iterator[Tensor]:
+        """Noise of a block, token by token."""
+        generator = torch.Generator(self._device)
+        generator.set_state(self._starts[block])
+        length = min(self._size, self._prompts - block * self._size)
+        for _ in range(self._draws):
+            yield gumbel_noise((length, self._vocab_size), generator)
+        if len(self._starts) == block + 1:
+            self._starts.append(generator.get_state())

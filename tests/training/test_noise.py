@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grade.models.noise import NoiseBlocks
+from grade.training.evaluate import NoiseBlocks
 
 N, V, T, BLOCK = 22, 5, 3, 8
 
