@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.objective import Objective, sequence_mean
