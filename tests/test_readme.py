@@ -16,18 +16,23 @@ from conftest import save_toy_base
 
 import grade
 from grade.cli import main as command_line
-from grade.config_files import read_yaml
+from grade.cli.memory import step_of
+from grade.cli.probe import SECTION
+from grade.config_files import load_config, read_yaml
+from grade.entropy.run import ProbeRunConfig
+from grade.plugins import REWARDS
+from grade.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-PROGRAMS = ("grade", "make", "dvc", "pytest", "nbstripout", "source")
+PROGRAMS = ("grade", "make", "dvc", "pytest", "nbstripout", "source", "accelerate")
 SECONDS = ("grade memory", "grade notebook")  # commands of the README that take seconds, and are run as they stand
 
 
 def blocks(page, language=None):
     """Fenced blocks of a page; without a language those that hold shell lines."""
     found = re.findall(r"^ *```(\w*)\n(.*?)^ *```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
-    return [text for name, text in found if name == (language or "")]
+    return [text for name, text in found if (name in ("", "sh") if language is None else name == language)]
 
 
 def shell_lines(page):
@@ -61,16 +66,28 @@ def _without_seconds(text):
     return [re.sub(r"; \d+ s\)", ")", line.rstrip()) for line in text.strip().splitlines()]
 
 
+OWN = ("short.yaml", "run.yaml")
+"""A reader's own files, of which `docs/your-own-task.md` shows one."""
+KINDS = {"train": TrainConfig, "evaluate": TrainConfig, "tilt": TrainConfig, "probe": ProbeRunConfig}
+
+
 @pytest.mark.parametrize("page, line", LINES)
-def test_a_command_has_the_options_that_the_page_gives_it(page, line):
+def test_a_command_has_the_options_that_the_page_gives_it(page, line, tmp_path):
     program, *words = words_of(line)
     if program == "make":
         recipe = re.search(rf"^{words[0]}:.* ## .*\n((?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.M)
         assert recipe, "no such target"
         if "$(MAKE)" not in recipe[1]:  # make runs such lines even when told to print them
             assert run("make", "--dry-run", *words).returncode == 0
+    elif program == "accelerate":
+        launched = words.index("-m")
+        assert words[launched + 1] == "grade"
+        _check_settings(words[launched + 2 :], tmp_path)
+        read = [word for word in words[:launched] if word.endswith(".yaml")]
+        assert all((ROOT / file).is_file() for file in read)
     elif program == "grade":
         assert _parses(words), line
+        _check_settings(words, tmp_path)
     elif program == "dvc":
         _check_dvc(words)
     elif program == "source":
@@ -94,11 +111,41 @@ def _check_files(options):
     """Config files, params and notebooks that a command reads must be there, and keys that it sets be known."""
     named = [*(options.get("config") or []), *(options.get("params") or []), options.get("notebook")]
     for file in filter(None, named):
-        assert (ROOT / file).exists() or "lengths" in file, file
+        assert (ROOT / file).exists() or "lengths" in file or file in OWN, file
+
+
+def _check_settings(words, folder):
+    """Settings of a command, with those of its files, are known and fit together, and rewards are of a known kind."""
+    if "--help" in words or "sharper" in words:  # the recipe's new estimator
+        return
+    args = command_line.parse(words)
+    if words[0] == "memory":
+        step_of(args.config, args.set)
+    elif kind := KINDS.get(words[0]):
+        (folder / "own.yaml").write_text(blocks("docs/your-own-task.md", "yaml")[0])
+        files = [folder / "own.yaml" if file in OWN else ROOT / file for file in args.config]
+        load_config(kind, files, args.set, section=SECTION if kind is ProbeRunConfig else "")
+        for reward in getattr(args, "reward", None) or ():
+            assert reward.partition(":")[0] in (*REWARDS, "rewards.py"), reward
+
+
+READING = [(page, line) for page, line in LINES if re.search("--adapter |grade show ", line)]
+
+
+@pytest.mark.parametrize("page, line", READING)
+def test_what_a_command_reads_was_written_by_an_earlier_one_of_the_page(page, line):
+    lines = shell_lines(page)
+    earlier = lines[: lines.index(line)]
+    written = [word for one in earlier for word in re.findall(r"--output-dir (\S+)", one)]
+    written += [f"outputs/train/{run}" for one in earlier for run in re.findall(r"train@(\S+)", one)]
+    (read,) = re.findall(r"(?:--adapter|grade show) (\S+)", line)
+    assert any(f"{read}/".startswith(f"{folder}/") for folder in written), line
 
 
 def _check_dvc(words):
     assert words[0] in ("repro", "exp", "metrics", "dag", "status", "plots")
+    if words[0] == "repro":
+        assert {word.partition("@")[0] for word in words[1:]} <= read_yaml(ROOT / "dvc.yaml")["stages"].keys()
     for word in words:
         file, _, change = word.partition(":")
         if change:

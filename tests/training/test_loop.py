@@ -19,6 +19,7 @@ from transformers import (
     EarlyStoppingCallback,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    TrainerCallback,
 )
 
 from grade import GradeConfig, GradeTrainer
@@ -167,6 +168,25 @@ def test_what_no_function_scored_has_no_part_in_logged_means(base, tmp_path, met
     start, first, second, *_ = made.state.log_history
     assert start["eval_reward"] == first["reward"] == 4.0 and start["eval_reward_n"] == 5
     assert first["reward_std"] == start["eval_reward_stderr"] == 0.0 and "reward" not in second
+
+
+@pytest.mark.parametrize("method", ["ppo", "rloo"])
+def test_a_run_goes_on_where_no_completion_of_the_first_step_has_a_reward(base, tmp_path, method):
+    """And a callback given at construction sees passes over the prompts: two of ten in a step."""
+    seen = []
+
+    class Epochs(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            seen.append(state.epoch)
+
+    def late(completions, trainer_state, **_):
+        return [float(len(text)) if trainer_state.global_step else None for text in completions]
+
+    made = trainer(base, tmp_path, late, method=method, num_generations=4, save_strategy="no", callbacks=[Epochs()])
+    made.train()
+    first, second = made.state.log_history
+    assert "reward" not in first and first["grad_norm"] == 0 < second["grad_norm"] and second["reward"] > 0
+    assert seen == [0.2, 0.4]
 
 
 def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
