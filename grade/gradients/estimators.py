@@ -1,4 +1,4 @@
-"""Relaxation of one token: Gumbel noise, supports, and the registry of estimators.
+"""Relaxation of one token: Gumbel noise, supports, estimators.
 
 At one position the policy's logits ``l`` [V] and Gumbel noise ``g`` give ``z = l[I] + g[I]`` on a support ``I`` of K
 token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
@@ -7,8 +7,8 @@ token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
 - `ste` (straight-through): one-hot of ``argmax z`` forward, the softmax's gradient backward;
 - `gumbel_rao`, `reinmax`, `st`: see `grade.gradients.straight_through`.
 
-Each is a subclass of `Estimator`, which `ESTIMATORS` names. Everything else (engines, method names) asks that table, so
-a new estimator is one class and one line.
+Each is a subclass of `Estimator`, which `grade.gradients.methods.ESTIMATORS` names. Everything else (engines, method
+names) asks that table, so a new estimator is one class and one line.
 
 Two supports: `top_k` takes the K largest logits and then draws noise for them (the source document's);
 `perturbed_top_k` draws noise for the whole vocabulary and takes the K largest ``l + g``. With the second the hard token
@@ -22,7 +22,7 @@ in bfloat16 it would have exact zeros, a mean of 0.557 instead of 0.577, and no 
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import AfterValidator, Field
@@ -30,10 +30,9 @@ from torch import Tensor
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
+from grade.gradients.methods import ESTIMATORS, Support
 from grade.models.noise import gumbel_noise
 from grade.plugins import import_object
-
-Support = Literal["top_k", "perturbed_top_k"]
 
 
 def _known(name: str) -> str:
@@ -157,16 +156,6 @@ class GumbelSoftmax(Estimator):
 
     def relax(self, z: Tensor, tau: float) -> Tensor:  # noqa: D102
         return (z / tau).softmax(-1)
-
-
-ESTIMATORS: dict[str, str] = {
-    "gumbel": "grade.gradients.estimators:GumbelSoftmax",
-    "ste": "grade.gradients.estimators:Estimator",
-    "gumbel_rao": "grade.gradients.straight_through:RaoBlackwellised",
-    "reinmax": "grade.gradients.straight_through:ReinMax",
-    "st": "grade.gradients.straight_through:DenseStraightThrough",
-}
-"""Estimators by name, as import paths."""
 
 
 @functools.cache

@@ -8,7 +8,7 @@
   policy itself over the whole vocabulary: the all-action gradient with a first-order critic
   (`grade.models.head.expected_values`). It has no support and no tau.
 
-`grade.gradients.estimators.ESTIMATORS` finds them by import path.
+`grade.gradients.methods.ESTIMATORS` finds them by import path.
 """
 
 from __future__ import annotations
