@@ -22,6 +22,8 @@ SEEDS = 2**32
 """Seeds are below this: numpy takes no larger ones, and torch's CPU generator reads only their lower 32 bits."""
 Text = Annotated[str, pydantic.BeforeValidator(lambda value: "" if value is None else value)]
 """Text that may be empty, which YAML reads as null: ``--gold ""``."""
+RewardScope = Literal["prompt_and_completion", "completion"]
+"""The text that a reward reads, where it is not a function."""
 
 
 class _Called(type(pydantic.BaseModel)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 
 def import_object(path: str) -> Any:
@@ -33,3 +33,5 @@ ESTIMATORS: dict[str, str] = {
     "st": "grade.gradients.straight_through:DenseStraightThrough",
 }
 """Estimators by name, as import paths."""
+Support = Literal["top_k", "perturbed_top_k"]
+"""Supports of a relaxed token, see `grade.gradients.estimators`."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import grade
 
 PLUGINS = (
-    "training/teacher.py", "training/auto.py", "training/served.py", "models/sharded.py", "rewards/classifier.py",
-    "data/texts.py", "training/tilt.py", "training/fit_bias.py", "gradients/tilt.py", "gradients/straight_through.py",
+    "training/teacher.py", "training/teacher_settings.py", "training/auto.py", "training/served.py",
+    "training/served_settings.py", "models/sharded.py", "rewards/classifier.py", "data/texts.py",
+    "training/tilt.py", "training/fit_bias.py", "gradients/tilt.py", "gradients/straight_through.py",
     "gradients/unrolled.py", "entropy", "memory", "cli",
 )  # fmt: skip
 TRAIN = """

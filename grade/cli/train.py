@@ -1,22 +1,15 @@
-"""Commands that train a policy and use it."""
+"""Commands that train a policy and use it; help and an error about a setting need no torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-import torch
-
 from grade.cli.options import command, option, print_metrics
 from grade.config_files import load_config
 from grade.errors import InputError
-from grade.models.backbone import Backbone
-from grade.models.prompts import decode, encode_prompts
-from grade.models.sampling import generate
 from grade.results import write_metrics
 from grade.training.config import TrainConfig
-from grade.training.load import load_task
-from grade.training.run import evaluate_task, train
 
 
 @command(
@@ -34,6 +27,8 @@ def _train(args: argparse.Namespace) -> None:
     given = {"output_dir": args.output_dir} | ({} if args.reward is None else {"reward": args.reward})
     overrides = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
     config = load_config(TrainConfig, args.config, [*args.set, *overrides])
+    from grade.training.run import train
+
     result = train(config, None, args.resume, args.overwrite)
     if config.process_index == 0:
         print(f"wrote {config.output_dir}" if result else f"{config.output_dir}: this run has finished")
@@ -51,6 +46,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     config = load_config(TrainConfig, args.config, args.set)
     if not config.eval_dataset:
         raise InputError("eval_dataset", config.eval_dataset, "held-out prompts to evaluate on")
+    from grade.training.load import load_task
+    from grade.training.run import evaluate_task
+
     task = load_task(config, config.device, adapter=args.adapter)
     n = args.prompts or config.final_eval_prompts or len(task.validation_prompts)
     if n > len(task.validation_prompts):
@@ -73,6 +71,12 @@ def _evaluate(args: argparse.Namespace) -> None:
 )
 def _generate(args: argparse.Namespace) -> None:
     """Print completions."""
+    import torch
+
+    from grade.models.backbone import Backbone
+    from grade.models.prompts import decode, encode_prompts
+    from grade.models.sampling import generate
+
     backbone = Backbone.load(args.backbone, adapter=args.adapter)
     texts = [text for text in args.prompt for _ in range(args.samples)]
     prompts = encode_prompts(backbone.tokenizer, texts, 2**31)

@@ -22,7 +22,7 @@ in bfloat16 it would have exact zeros, a mean of 0.557 instead of 0.577, and no 
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import AfterValidator, Field
@@ -31,9 +31,7 @@ from torch import Tensor
 from grade.config import Config, allowed_names
 from grade.errors import InputError
 from grade.models.noise import gumbel_noise
-from grade.plugins import ESTIMATORS, import_object
-
-Support = Literal["top_k", "perturbed_top_k"]
+from grade.plugins import ESTIMATORS, Support, import_object
 
 
 def _known(name: str) -> str:

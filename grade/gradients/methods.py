@@ -1,8 +1,9 @@
 """Methods by name, with the settings of each: `METHODS` is the one table that a new method is added to.
 
-A method's settings and its learner stand beside its code and are imported when its name is used. `MethodConfig` built
-with ``method="grpo"`` has the fields that every method has and those of `grpo`; a field of another method is an unknown
-key. A capability that several methods share (`CAPABILITIES`) adds its fields in the same way where one of them is set.
+A method's settings and its learner are imported when its name is used; those of settings need no torch, so that help
+and errors are quick. `MethodConfig` built with ``method="grpo"`` has the fields that every method has and those of
+`grpo`; a field of another method is an unknown key. A capability that several methods share (`CAPABILITIES`) adds its
+fields in the same way where one of them is set.
 """
 
 from __future__ import annotations
@@ -51,29 +52,31 @@ class Method:
     rewarded: bool = True  # whether it learns from rewards
 
 
+_SETTINGS = "grade.gradients.settings"
 _RELAXED = "grade.gradients.relaxed"
 _POLICY_GRADIENT = "grade.gradients.policy_gradient"
+_TEACHER = "grade.training.teacher_settings:TeacherSettings"
 METHODS: dict[str, Method] = {
     **{
         name: Method(
-            f"{_RELAXED}:{'Replayed' if relaxed.engine == 'replay' else 'Relaxed'}Settings",
+            f"{_SETTINGS}:{'Replayed' if relaxed.engine == 'replay' else 'Relaxed'}Settings",
             f"{_RELAXED}:RelaxedGradient",
         )
         for name, relaxed in RELAXED.items()
     },
-    "reinforce": Method(f"{_POLICY_GRADIENT}:ReinforceSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "rloo": Method(f"{_POLICY_GRADIENT}:GroupSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "remax": Method(f"{_POLICY_GRADIENT}:RemaxSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "grpo": Method(f"{_POLICY_GRADIENT}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "ppo": Method(f"{_POLICY_GRADIENT}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    TILT: Method("grade.training.tilt:TiltSettings", "grade.training.tilt:TiltLearner"),
-    TEACHER: Method("grade.training.teacher:TeacherSettings", "grade.training.teacher:TeacherGradient", rewarded=False),
+    "reinforce": Method(f"{_SETTINGS}:ReinforceSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "rloo": Method(f"{_SETTINGS}:GroupSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "remax": Method(f"{_SETTINGS}:RemaxSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "grpo": Method(f"{_SETTINGS}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "ppo": Method(f"{_SETTINGS}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    TILT: Method("grade.gradients.settings:TiltSettings", "grade.training.tilt:TiltLearner"),
+    TEACHER: Method(_TEACHER, "grade.training.teacher:TeacherGradient", rewarded=False),
     AUTO: Method("grade.training.auto:AutoSettings"),
 }
 """Every method: name, settings, learner."""
 CAPABILITIES: dict[str, str] = {
-    "teacher": "grade.training.teacher:TeacherSettings",
-    "sampler": "grade.training.served:SamplerSettings",
+    "teacher": _TEACHER,
+    "sampler": "grade.training.served_settings:SamplerSettings",
 }
 """Settings that a run has only where it sets one of them: they begin with the capability's name."""
 

@@ -25,18 +25,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from grade.config import Config
 from grade.gradients import losses
 from grade.gradients.learner import Completions, Learner, Microbatch, StepContext, prompts_of
-from grade.gradients.methods import MethodConfig, Rate
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, relative, sequence_mean
+from grade.gradients.settings import GRPOSettings
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch, Rows
@@ -61,78 +60,6 @@ POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
     "grpo": PolicyGradientMethod(grouped=True, clipped=True),
     "ppo": PolicyGradientMethod(clipped=True, value_head=True),
 }
-
-
-class SampledSettings(Config):
-    """Settings of methods that sample G completions of each prompt."""
-
-    num_generations: PositiveInt = Field(1, description="completions of each prompt, G")
-
-    @property
-    def group(self) -> int:
-        """G, completions of each prompt."""
-        return self.num_generations
-
-
-class GroupSettings(SampledSettings):
-    """Settings of methods whose baseline is the mean of the prompt's other completions."""
-
-    num_generations: Annotated[int, Field(ge=2)] = Field(8, description="completions of each prompt, G")
-
-
-class ReinforceSettings(SampledSettings):
-    """Settings of `reinforce`."""
-
-    baseline_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.9, description="momentum of the baseline over steps"
-    )
-
-
-class RemaxSettings(SampledSettings):
-    """Settings of `remax`."""
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """Completions that are generated and scored for each prompt, the greedy one included."""
-        return self.num_generations + 1
-
-
-class ClippedSettings(Config):
-    """Settings of methods that update several times per step."""
-
-    epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="clip range of the probability ratio")
-    passes_per_step: Annotated[int, Field(ge=1)] = Field(1, description="passes over a step's completions")
-    minibatches: PositiveInt = Field(1, description="updates per pass; each uses an equal share of every microbatch")
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates in a step."""
-        return self.passes_per_step * self.minibatches
-
-
-class GRPOSettings(ClippedSettings, GroupSettings):
-    """Settings of `grpo`."""
-
-    scale_rewards: Literal["group", "none"] = Field(
-        "none", description="group divides advantages by the group's standard deviation, as published; biased"
-    )
-    self_certainty_reward: bool = Field(
-        False, description="the completion's self-certainty is the reward (Intuitor), or added to it with weight 1"
-    )
-
-
-class PPOSettings(ClippedSettings, SampledSettings):
-    """Settings of `ppo`."""
-
-    passes_per_step: Annotated[int, Field(ge=1)] = Field(4, description="passes over a step's completions")
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="discount; 1 gives the same objective as the other methods"
-    )
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.95, description="lambda of generalised advantage estimation"
-    )
-    value_learning_rate: Rate = Field(1e-3, description="AdamW learning rate of the value head")
-    whiten_advantages: bool = Field(True, description="whiten the advantages of a step")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt, model_validator
 from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, EngineName, MethodConfig
-from grade.models.parameters import LoraSettings
+from grade.models.lora import LoraSettings
 from grade.models.prompts import PromptBatch
 from grade.rewards.model import RewardKind
 

@@ -32,7 +32,8 @@ from transformers.pytorch_utils import Conv1D
 from grade.errors import InputError
 from grade.files import read_json, write_json
 from grade.models.compatibility import rounds_coarsely
-from grade.models.parameters import LoraSettings, fingerprint, restoring, same_base
+from grade.models.lora import LoraSettings
+from grade.models.parameters import fingerprint, restoring, same_base
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What is trained, and on what: settings of the adapter, its parameters as one vector, a fingerprint of frozen weights.
+"""What is trained, and on what: the parameters as one vector, a fingerprint of frozen weights.
 
 The fingerprint says what an adapter or a reward was trained on, and is cheap for a model of any size. Names and shapes
 of all tensors are hashed, and of each tensor 64 elements at fixed places. A base may be loaded in another type than the
@@ -17,10 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
-
-from grade.config import Config
 
 _ELEMENTS, _STRIDE = 64, 2_654_435_761
 """A prime far above any width (2^32 over the golden ratio): the places fall into all rows and columns."""
@@ -28,17 +25,6 @@ _KEPT = "_whole_fingerprint"
 """Attribute of a module whose weights are no longer all here."""
 _ROUNDINGS = {"bfloat16": (torch.bfloat16, torch.float16), "float16": (torch.float16, torch.bfloat16)}
 """For each rounding its type, and the type that has lost digits which it needs."""
-
-
-class LoraSettings(Config):
-    """Settings of the trained adapter (Hu et al. 2021, arXiv:2106.09685)."""
-
-    r: int = Field(16, ge=1, description="rank")
-    alpha: int = Field(32, ge=1, description="scale is alpha / r")
-    target_modules: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj"],
-        description="names of the linear layers that get an adapter; the default is all of a base that lacks one",
-    )
 
 
 def trained_parameters(policy: nn.Module) -> list[nn.Parameter]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from grade.config import RewardScope
 from grade.errors import InputError
 from grade.models.batch import PromptBatch
 from grade.models.head import EmbeddingTable
 
 if TYPE_CHECKING:
     from grade.models.policy import Policy
-
-RewardScope = Literal["prompt_and_completion", "completion"]
 
 
 class Reward:

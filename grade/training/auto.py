@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grade.gradients.methods import AUTO, FALLBACK, TILT
-from grade.gradients.policy_gradient import GroupSettings, GRPOSettings
+from grade.gradients.settings import GroupSettings, GRPOSettings
 
 if TYPE_CHECKING:
     from grade.training.config import GradeConfig

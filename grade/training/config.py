@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
-import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from transformers import TrainingArguments
 
-from grade.config import SEEDS, Text
+from grade.config import SEEDS, RewardScope, Text
 from grade.errors import InputError
 from grade.gradients.methods import AUTO, MethodConfig, Rate, Tau
-from grade.models.parameters import LoraSettings
-from grade.rewards.base import RewardScope
+from grade.models.lora import LoraSettings
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
 
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 Folder = Annotated[str, BeforeValidator(os.fspath)]
@@ -145,6 +146,8 @@ class GradeConfig(MethodConfig):
     @cached_property
     def training_arguments(self) -> TrainingArguments:
         """The settings that transformers' classes read."""
+        from transformers import TrainingArguments
+
         names = TrainingArguments.__dataclass_fields__.keys() & type(self).model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"gradient_checkpointing"}}
         return TrainingArguments(**values, remove_unused_columns=False, dataloader_pin_memory=False)

@@ -27,17 +27,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import pydantic
 import torch
 from accelerate.utils import gather_object
-from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.learner import Completions
 from grade.models.noise import draw_rows
@@ -64,24 +61,6 @@ NEUTRAL = {
 """Parameters of every request: the policy itself, unchanged, and tokens instead of text."""
 ROUNDING = 0.05
 """Mean difference in nats per token that rounding to 16 bits leaves; a coarser server may have more."""
-
-
-class SamplerSettings(Config):
-    """Settings of a run whose completions a server samples."""
-
-    sampler: str = Field(pattern="^https?://", description="address of a vLLM server, as http://host:port")
-    sampler_folder: str | None = Field(
-        None, description="folder where adapters are handed to the server, which reads the same path; null: temporary"
-    )
-    sampler_max_difference: PositiveFloat = Field(
-        1.0, description="a run ends where the server's log-probabilities differ by more on average, in nats per token"
-    )
-
-    @pydantic.model_validator(mode="after")
-    def _check_method(self) -> Self:
-        if not hasattr(self, "num_generations"):
-            raise InputError("sampler", self.sampler, f"none with {self.method}, which samples nothing, or soft tokens")
-        return self
 
 
 class StepSampler:

@@ -32,16 +32,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import pydantic
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from grade.config import Config, Text
 from grade.errors import InputError
 from grade.gradients.learner import Completions, Learner
 from grade.gradients.methods import TEACHER
@@ -56,40 +53,13 @@ from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.scoring import predicting_hidden, token_kl
 from grade.rewards.base import Reward
 from grade.rewards.rewards import Rewards
+from grade.training.teacher_settings import TeacherSettings
 
 if TYPE_CHECKING:
     from grade.training.loop import GradeTrainer
 
 BASE = "base"
 """The teacher that is the policy's own base."""
-
-
-class TeacherSettings(Config):
-    """Settings of a run with a teacher."""
-
-    teacher: str | None = Field(
-        None, description="model to learn from: a folder or hub id, an adapter of the same base, or base"
-    )
-    teacher_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
-        None, description="type of another model as teacher; null: the policy's"
-    )
-    teacher_beta: Annotated[float, Field(ge=0, le=1)] = Field(
-        1.0,
-        description="divergence from the teacher, as TRL's beta: 0 forward KL, 1 reverse KL, between them generalised "
-        "Jensen-Shannon",
-    )
-    teacher_weight: NonNegativeFloat = Field(1.0, description="weight of the divergence, in reward per nat and token")
-    teacher_context: Text = Field(
-        "", description="text that the teacher alone reads before the prompt; {column} is the row's"
-    )
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_reward(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """No reward where none is named: the teacher is what is learned."""
-        if "reward" in cls.model_fields and values.get("teacher") and values.get("reward") is None:
-            return {**values, "reward": []}
-        return values
 
 
 class TeacherGradient(Learner):

@@ -19,19 +19,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
-from grade.config import allowed_names
 from grade.errors import InputError
 from grade.gradients.learner import Completions, Learner, Microbatch, StepContext
 from grade.gradients.methods import AUTO, FALLBACK, METHODS, TILT
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import GroupSettings, penalised, scored_rewards
+from grade.gradients.policy_gradient import penalised, scored_rewards
 from grade.gradients.tilt import Agreement, fit_values, gradient_values
 from grade.models.scoring import kl_and_entropy
 from grade.plugins import import_object
@@ -48,23 +46,6 @@ TRIAL = 0.25
 """Share of the steps after which ``then: auto`` decides. By then `rloo` has used a sixteenth of the budget for KL."""
 SIGNIFICANT = 2.0
 """Standard errors by which rewards must be correlated with what the values predicted of them."""
-
-
-def _follower(name: str) -> str:
-    known = ["", *(other for other, method in METHODS.items() if other != TILT and method.rewarded)]
-    if name not in known:
-        raise InputError("then", name, allowed_names(name, known[1:]))
-    return name
-
-
-class TiltSettings(GroupSettings):
-    """Settings of `tilt`."""
-
-    then: Annotated[str, AfterValidator(_follower)] = Field(
-        "",
-        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo in "
-        "the first quarter, and from then on the bias or rloo, whichever the rewards call for",
-    )
 
 
 class TiltLearner(Learner):

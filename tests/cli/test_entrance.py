@@ -7,9 +7,11 @@ import site
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from conftest import save_toy_base
+from fresh_process import script
 from imports import ROOT
 
 import grade
@@ -116,3 +118,13 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, tmp_path, capsys,
     assert main((words + data * (words[0] in "te")).split()) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grade")]
     assert re.match(message, line), line
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [("--help", "num_generations [rloo, grpo, tilt] (8)"), ("--no-such 1", "got 'no_such'"),
+     ("--method grpo --hops 1", "only gumbel, ste, gumbel_rao, reinmax, st have hops")],
+)  # fmt: skip
+def test_what_is_said_of_settings_waits_for_no_large_package(words, said, tmp_path):
+    done, _ = script(Path(__file__).with_name("imported.py"), tmp_path, "train", "--output-dir", "x", *words.split())
+    assert said in done.stdout + done.stderr and done.stdout.endswith("[]\n")
