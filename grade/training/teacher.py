@@ -20,6 +20,10 @@ through R, and D's own at each position.
 
 The teacher reads the policy's token ids, so the vocabularies must agree; rows of the head beyond the shorter one are
 padding (Qwen's 151,936 rows for 151,665 tokens) and are left out of the divergence.
+
+A model that ends with other tokens (``<|im_end|>`` where the policy has ``<|endoftext|>``) teaches where to end, not by
+which token: all ends of both are one event of the divergence, with the sum of their probabilities, so the policy learns
+to end with the tokens that are its own. A completion of the run ends at any of them.
 """
 
 from __future__ import annotations
@@ -96,6 +100,7 @@ class Teacher:
         token_bias: Its token bias [V], where it has the policy's base; None: without one.
         context: Text in front of the prompt that only the teacher reads.
         encode: From rows to its prompts, where there is a context.
+        ends: End-of-sequence tokens of both, where some of the teacher's are not the policy's; otherwise none.
     """
 
     policy: Backbone
@@ -106,6 +111,7 @@ class Teacher:
     token_bias: Tensor | None = None
     context: str = ""
     encode: Callable[[Sequence[Mapping[str, Any]]], PromptBatch] | None = None
+    ends: tuple[int, ...] = ()
 
     def __call__(
         self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor, entropies: list[Tensor] | None = None
@@ -148,7 +154,7 @@ class Teacher:
         Differentiable in the policy's [B, T, D].
         """
         rows = hidden.flatten(0, 1), teacher_hidden.flatten(0, 1)
-        values = jensen_shannon(self.policy.head, rows[0], self.head, rows[1], self.beta, entropies)
+        values = jensen_shannon(self.policy.head, rows[0], self.head, rows[1], self.beta, entropies, self.ends)
         return values.view(mask.shape) * mask
 
     @contextlib.contextmanager
@@ -189,7 +195,7 @@ class TeacherReward(Reward):
 
 def jensen_shannon(
     head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Tensor, beta: float,
-    entropies: list[Tensor] | None = None,
+    entropies: list[Tensor] | None = None, ends: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
     """Generalised Jensen-Shannon divergence of a policy p from a teacher q; see `grade.models.head.row_values`.
 
@@ -200,19 +206,36 @@ def jensen_shannon(
     ``p_v (log p_v - log q_v - D)``.
 
     Heads of unequal width are compared on the tokens that both have, each distribution renormalised there: the others
-    are padding. As in `kl_divergence`, the sum is of terms >= 0.
+    are padding. As in `kl_divergence`, the sum is of terms >= 0. The tokens ``ends`` are one event E of both: with
+    ``l_E = logsumexp_{v in E} l_v``, ``dD/dl_v = p_v / p_E dD/dl_E``. A list ``entropies`` gets the policy's, of all
+    tokens.
     """
-    shared = min(len(head.weight), len(teacher.weight))
+    shared, columns = min(len(head.weight), len(teacher.weight)), list(ends)
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         missing, logits = logits.shape[1] - shared, logits[:, :shared]
         taught = teacher(others[0])[:, :shared].to(logits.dtype)
+        if columns:
+            shares, _ = (_merge(each, columns) for each in (logits, taught))
         # The probabilities lie over the logits: four tensors of size V, and no fifth.
         value, grad = _divergence(logits.log_softmax(-1), taught.log_softmax(-1), beta, logits, taught)
+        if columns:
+            grad[:, columns] = grad[:, columns[:1]] * shares
         return value, F.pad(grad, (0, missing)) if needed else None
 
     of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
     return row_values(head, hidden, of_logits, teacher_hidden.detach(), entropies=entropies)
+
+
+def _merge(logits: Tensor, columns: list[int]) -> Tensor:
+    """Put the log of the columns' sum of exponentials [n] into the first, in place, and the others' probability at 0.
+
+    Returns each one's share of the sum [n, E].
+    """
+    each = logits[:, columns]
+    logits[:, columns] = torch.finfo(logits.dtype).min / 4  # finite, as 0 times infinity is NaN
+    logits[:, columns[0]] = each.logsumexp(-1)
+    return each.softmax(-1)
 
 
 def _divergence(logp: Tensor, logq: Tensor, beta: float, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,7 +319,9 @@ def make_teacher(
     _check_vocabulary(base, policy)
     if not policy.lockstep:
         share_equal(model, policy.model)
-    return replace(teacher, model=base)
+    own = getattr(tokenizer, "eos_token_id", None)
+    others = {*base.eos_token_ids, *(() if own is None else (own,))} - {*policy.eos_token_ids}
+    return replace(teacher, model=base, ends=(*policy.eos_token_ids, *sorted(others)) if others else ())
 
 
 def _check_vocabulary(base: FrozenBase, policy: Backbone) -> None:
@@ -334,6 +359,11 @@ def add_teacher(
         with_context(rows[number], settings.teacher_context)  # now, not after all steps
     kind = {0: "forward KL", 1: "reverse KL"}.get(teacher.beta, f"Jensen-Shannon divergence, beta {teacher.beta:g}")
     name = given if isinstance(given, str | Path) else given.name_or_path or type(given).__name__
+    if teacher.ends:
+        trainer.backbone.eos_token_ids = teacher.ends
+        kind += (
+            f"; completions end with any of the tokens {', '.join(map(str, teacher.ends))}, its ends and the policy's"
+        )
     trainer.choose("teacher", f"{name}: {kind}")
     parts, weights = ([], []) if rewards is None else (rewards.parts, rewards.weights)
     summed = Rewards(

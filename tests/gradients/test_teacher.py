@@ -48,6 +48,23 @@ def test_divergences_and_gradients_against_dense_logits(options, v, beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("v", [V, V - 30, V + 30])
+def test_ends_are_one_token_with_the_sum_of_their_probabilities(v, beta):
+    head, other, ends = make_head(softcap=2.0, temperature=0.7), make_head(v=v), [3, 40, 41]
+    h, states, weight = randn(N, 5, seed=3).requires_grad_(), randn(N, 5, seed=4), randn(N)
+    others = [token for token in range(min(v, V)) if token not in ends]
+
+    def merged(logits):
+        return torch.cat([logits[:, others], logits[:, ends].logsumexp(-1, keepdim=True)], 1)
+
+    want = dense(merged(head(h)), merged(other(states)), beta)
+    got = jensen_shannon(head, h, other, states, beta, ends=tuple(ends))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    grads = (torch.autograd.grad(each, h, weight)[0] for each in (got, want))
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", BETAS)
 def test_equal_distributions_do_not_diverge(beta):
     """Exactly: an optimizer would make steps of what is left of rounding."""
     head, h = make_head(dtype=torch.float32), randn(N, 5, dtype=torch.float32).requires_grad_()
