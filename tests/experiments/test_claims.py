@@ -75,13 +75,8 @@ def test_markdown_has_one_line_a_row_and_escapes_bars():
 
 
 @pytest.fixture
-def results(tmp_path, monkeypatch):
-    """A profile's folder of results in a project of its own."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "params/cpu").mkdir(parents=True)
-    suite = "profile: cpu\noutputs: outputs\nalone: {a: a, b: b, b_larger: b}\nexperiments: {}\n"
-    (tmp_path / "params/cpu/suite.yaml").write_text(suite)
-    (tmp_path / "outputs/b").mkdir(parents=True)
+def results(tmp_path):
+    """A folder of results."""
     return tmp_path / "outputs"
 
 
@@ -89,8 +84,9 @@ def test_claims_of_several_documents_are_joined_in_order(results, capsys):
     later = row(seed="004", claim="b, c", verdict="partly")
     write_claims(results / "a" / "claims.csv", [later])
     write_claims(results / "b" / "claims.csv", [ROW, ROW])
-    write_claims(results / "b_larger" / "claims.csv", [ROW])  # the same claims in another setting: not counted twice
-    assert main(["results"]) == 0
+    write_claims(results / "larger" / "claims.csv", [ROW])  # another folder of results, which has its own page
+    (results / "larger" / "README.md").touch()
+    assert main(["results", str(results)]) == 0
     joined = read_claims(results / "claims.csv")
     assert [c.seed for c in joined] == ["000", "000", "004"] and joined[2].claim == "b, c"
     text = (results / "claims.md").read_text()
