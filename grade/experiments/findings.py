@@ -69,12 +69,13 @@ def save_verdicts(document: str, rows: Iterable[Sequence[Any]], folder: str | Pa
     Raises:
         InputError: For another verdict than `grade.experiments.claims.Verdict`, or a figure that is not finite.
     """
-    claims = [_claim(document, *row) for row in rows]
+    claims = [as_claim(document, *row) for row in rows]
     write_claims(Path(folder) / "claims.csv", claims)
     show_claims(claims)
 
 
-def _claim(*values: Any) -> Claim:
+def as_claim(*values: Any) -> Claim:
+    """A claim from a document's number and a row as for `save_verdicts`."""
     row = dict(zip(COLUMNS, values, strict=True))
     found, verdict = row["found"], row["verdict"]
     row["found"] = found if isinstance(found, str) else float(found)

@@ -52,7 +52,7 @@ def report(outputs: str | Path) -> str:
 
 
 def join_claims(outputs: str | Path) -> list[Claim]:
-    """The verdicts in folders below ``outputs``, by document; not those of another folder of results, which has a page."""
+    """The verdicts in folders below ``outputs``, by document; another folder of results has a page."""
     files = [file for file in sorted(Path(outputs).glob("*/claims.csv")) if not file.with_name("README.md").exists()]
     return sorted((claim for file in files for claim in read_claims(file)), key=lambda claim: claim.seed)
 

@@ -9,7 +9,7 @@ import pytest
 
 from grade.cli.main import main
 from grade.errors import InputError
-from grade.experiments.claims import COLUMNS, Claim, judge, read_claims, to_markdown, verdict_counts, write_claims
+from grade.experiments.claims import COLUMNS, Claim, read_claims, to_markdown, verdict_counts, write_claims
 
 ROW = Claim(seed="000", claim="4 GB of a|b", stated="4 GB", found=8.192, unit="MB", how="derived", verdict="refuted",
             note="1*64*32000*4\nbytes")  # fmt: skip
@@ -23,38 +23,6 @@ def row(**changes):
 def test_a_wrong_row_is_refused(field, value):
     with pytest.raises(InputError, match=f"^{field}.*: got {value!r}"):
         row(**{field: value})
-
-
-DOCUMENT = """
-document: "000"
-claims:
-  - {claim: "about {size}", stated: 4, figure: a/b.c, unit: GB, how: traced, rule: %s, note: "{a/b.c:.1f} of {size}"}
-"""
-
-
-@pytest.mark.parametrize(
-    ("rule", "value", "verdict"),
-    [
-        ("about, low: 4", 5.0, "confirmed"),
-        ("about, low: 4", 5.1, "refuted"),
-        ("about, low: 4, high: 6", 7.5, "confirmed"),
-        ("about, low: 4, partly_above: 1", 1.1, "partly"),
-        ("above, low: 4", 4.0, "refuted"),
-        ("at least, low: 4", 4.0, "confirmed"),
-        ("below, high: 4", 4.0, "refuted"),
-        ("at most, high: 4, otherwise: partly", 4.1, "partly"),
-        ("'true', judged: holds", 0.0, "confirmed"),
-        ("given, judged: said", 0.0, "not testable"),
-        ("refuted", 4.0, "refuted"),
-    ],
-)
-def test_a_rule_makes_the_verdict_and_text_holds_figures(tmp_path, rule, value, verdict):
-    (tmp_path / "claims.yaml").write_text((DOCUMENT % rule).replace("stated: 4", "stated: '4'"))
-    (claim,) = judge(tmp_path, {"a/b.c": value, "size": 4, "holds": True, "said": "not testable"})
-    changes = dict(claim="about 4", stated="4", found=value, unit="GB", how="traced", note=f"{value:.1f} of 4")
-    assert claim == row(verdict=verdict, **changes)
-    with pytest.raises(InputError, match="figures for 'about {size}': got .*size"):
-        judge(tmp_path, {"a/b.c": value, "holds": True, "said": "not testable"})
 
 
 def test_the_csv_reads_back(tmp_path):
