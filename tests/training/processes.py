@@ -196,7 +196,7 @@ def main(root: Path, kind: str, *rest: str) -> int:
         return sharded(root, list(rest))
     if kind == "--settings":
         return given_settings(root, json.loads(rest[0]))
-    common = toy_project(root) | {"max_steps": 3, "logging_steps": 1}
+    common = toy_project(root) | {"max_steps": 3, "logging_steps": 1, "dtype": "float64"}
     code = one_and_two(root, list(rest), common, {})
     print(json.dumps(failing(root, common | {"reward": kind, "method": "rloo", "num_generations": 4}, {})))
     return code

@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("method", CASES)
 def test_two_processes_train_as_one_does_on_both_batches(runs, method):
     one, two = (runs[0] / f"{method}-{n}" for n in (1, 2))
-    # float32; a microbatch's noise is seeded by its place in the step, so only the order of the sum differs.
+    # float64: noise depends on a completion's number in the step, so only the order of the sum differs.
     metrics = [read_metrics(folder / "metrics.json") for folder in (one, two)]
     assert metrics[0] == {
         name: pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
@@ -43,7 +43,7 @@ def test_two_processes_train_as_one_does_on_both_batches(runs, method):
     }
     pd.testing.assert_frame_equal(*(pd.read_csv(folder / "history.csv") for folder in (one, two)), rtol=1e-4, atol=1e-6)
     assert ("train/kl_scale" in (one / "history.csv").read_text()) == (method in ("gumbel", "ppo"))
-    assert_equal_adapters(one, two)
+    assert_equal_adapters(one, two, 1e-12)
 
 
 def test_a_reward_that_fails_on_one_process_says_so_and_ends_both(runs):
