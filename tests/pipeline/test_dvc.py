@@ -170,6 +170,23 @@ def test_no_out_holds_times(pipeline):
     assert not [out for stage in pipeline[1].values() for out, _ in stage.outs if "timings" in out]
 
 
+# --- lock ---
+
+
+def test_the_published_results_are_of_this_code_and_these_parameters():
+    """`dvc status`, but for what only DVC's cache has: data, models, and the trained adapters below outputs/train."""
+    with Repo(str(ROOT)) as repo:
+        status = repo.status()
+    found = {}
+    for stage, changes in status.items():
+        for change in changes:
+            parts = change if isinstance(change, dict) else {"": {change: "changed command"}}
+            for path, what in (pair for part in parts.values() for pair in part.items()):
+                if what not in ("deleted", "not in cache") and not path.startswith("outputs/train"):
+                    found.setdefault(stage, {})[path] = what
+    assert not found, "dvc repro, or dvc commit where nothing that computes has changed"
+
+
 # --- params ---
 
 
