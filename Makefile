@@ -34,13 +34,14 @@ $(STAMP): pyproject.toml constraints.txt requirements.txt
 repro: env ## every experiment that is not up to date: dvc repro
 	$(BIN)/dvc repro
 
-# In a copy, so that what is published stays what it is. DVC's lock and cache there are its own.
-smoke: env ## the whole pipeline on a tiny model, in .workspaces/smoke
+# In a copy, so that what is published stays what it is. DVC's lock and cache there are its own. Four notebooks, which
+# read what the stages before them make; `make test` runs all of them at toy sizes.
+smoke: env ## the pipeline on a tiny model, in .workspaces/smoke
 	mkdir -p .workspaces/smoke
 	git ls-files -z --cached --others --exclude-standard -- . ':!outputs' ':!dvc.lock' \
 		| tar --null -T - -cf - | tar -xf - -C .workspaces/smoke
 	cd .workspaces/smoke && cp params/smoke/suite.yaml params/suite.yaml \
-		&& printf '[core]\n    no_scm = true\n' > .dvc/config.local && $(BIN)/dvc repro
+		&& printf '[core]\n    no_scm = true\n' > .dvc/config.local && $(BIN)/dvc repro exp6 probe limit your_own_task
 
 # The pinned environment is complete, so nothing in a test may reach for the model hub. Tests run beside each other, file
 # by file, on one thread each: tensors are small, and two processes that each spin on two threads wait for each other.
