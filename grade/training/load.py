@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from grade.errors import InputError
 from grade.files import require_source
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.prompts import check_prompts
 from grade.plugins import JUDGE, import_object
 from grade.rewards.rewards import make_rewards
 
@@ -76,6 +78,25 @@ def load_task(
             allowed = f"at most {len(held_out)}, the rows of {config.eval_dataset}"
             raise InputError(name, getattr(config, name), allowed)
     return Task(backbone, rewards, judge, train, held_out)
+
+
+def checked_rows(rows: Any, name: str, backbone: Backbone, config: GradeConfig) -> Any:
+    """Rows of a dataset, each of which has a prompt that fits the model with a completion; None if there are none."""
+    if rows is None:
+        return None
+    if isinstance(rows, str | Path | Mapping | pd.DataFrame) or not hasattr(rows, "__len__"):
+        raise InputError(name, type(rows).__name__, "a list of rows with a prompt, or one split of a dataset")
+    try:
+        # By number where there is no iterator: __getitem__ need not raise IndexError.
+        all_rows = rows if hasattr(rows, "__iter__") else (rows[i] for i in range(len(rows)))
+        longest, row = check_prompts(backbone.tokenizer, all_rows, **config.reading)
+    except InputError as error:
+        raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
+    context, most = backbone.max_positions, config.max_completion_length
+    if longest + most > context:
+        room = f"at most {context - most}: the model's context of {context} less max_completion_length = {most}"
+        raise InputError(f"{name}: tokens of the prompt in row {row}", longest, room)
+    return rows
 
 
 def make_policy(

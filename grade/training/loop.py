@@ -39,7 +39,7 @@ from grade.gradients.learner import Microbatch, StepContext, prompts_of
 from grade.gradients.methods import AUTO, METHODS, TEACHER
 from grade.gradients.objective import GradientStep, Objective
 from grade.models.noise import RowGenerator
-from grade.models.prompts import PromptBatch, check_prompts, encode_examples
+from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
 from grade.rewards.rewards import make_rewards
@@ -47,7 +47,7 @@ from grade.training.card import model_card
 from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, restore_best, save_checkpoint
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.load import make_policy, place_policy
+from grade.training.load import checked_rows, make_policy, place_policy
 from grade.training.logs import Lines, LogBuffer, history_rows, write_log
 from grade.training.order import Order
 
@@ -133,7 +133,7 @@ class GradeTrainer:
                 certain,
             )  # fmt: skip
         self.config = config = self._with_method(config, rewards, teacher)
-        self.train_dataset = self._checked_rows(train_dataset, "train_dataset")
+        self.train_dataset = checked_rows(train_dataset, "train_dataset", self.backbone, config)
         self.rows = 0 if self.train_dataset is None else len(self.train_dataset)
         if config.max_steps < 0 and self.rows:
             steps = math.ceil(config.num_train_epochs * self.rows / config.step_prompts)
@@ -141,7 +141,7 @@ class GradeTrainer:
         self.eval_dataset, self.judge = eval_dataset, judge
         sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         for name, rows in sets.items():
-            self._checked_rows(rows, name)
+            checked_rows(rows, name, self.backbone, config)
         terms = ()
         if teacher is not None:
             rewards, *terms = import_object(TEACHER_REWARD)(self, teacher, rewards)
@@ -206,30 +206,11 @@ class GradeTrainer:
                 config.lr_scheduler_type, self.optimizer, self.args.get_warmup_steps(config.max_steps), config.max_steps
             )
 
-    # ---- data ----
-    def _checked_rows(self, rows: Any, name: str) -> Any:
-        """Rows of a dataset, each of which has a prompt that fits the model with a completion."""
-        if rows is None:
-            return None
-        if isinstance(rows, str | Path | Mapping | pd.DataFrame) or not hasattr(rows, "__len__"):
-            raise InputError(name, type(rows).__name__, "a list of rows with a prompt, or one split of a dataset")
-        try:
-            # By number where there is no iterator: __getitem__ need not raise IndexError.
-            all_rows = rows if hasattr(rows, "__iter__") else (rows[i] for i in range(len(rows)))
-            longest, row = check_prompts(self.backbone.tokenizer, all_rows, **self.config.reading)
-        except InputError as error:
-            raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
-        context, most = self.backbone.max_positions, self.config.max_completion_length
-        if longest + most > context:
-            room = f"at most {context - most}: the model's context of {context} less max_completion_length = {most}"
-            raise InputError(f"{name}: tokens of the prompt in row {row}", longest, room)
-        return rows
-
+    # ---- a step ----
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""
         return encode_examples(self.backbone.tokenizer, rows, **self.config.reading).to(self.backbone.device)
 
-    # ---- a step ----
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
         """Train, or continue from a checkpoint's folder; True: the newest one of ``output_dir``."""
         if not self.rows:
@@ -428,10 +409,9 @@ class GradeTrainer:
 
     def _evaluate(self) -> bool:
         """Evaluate; whether the metric of the best model has improved."""
-        metrics, config = self.evaluate(), self.config
-        if config.metric_for_best_model is None:
+        metrics, name = self.evaluate(), self.config.metric_for_best_model
+        if name is None:
             return False
-        name = config.metric_for_best_model
         value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
         best, greater = self.state.best_metric, self.args.greater_is_better
         if best is not None and not (value > best if greater else value < best):
@@ -453,7 +433,7 @@ class GradeTrainer:
             for name, part in rows.items():
                 metrics |= self.evaluate(part, f"{metric_key_prefix}_{name}")
             return metrics
-        if self._checked_rows(rows, "eval_dataset") is None:
+        if checked_rows(rows, "eval_dataset", self.backbone, self.config) is None:
             raise InputError("eval_dataset", None, "rows with a prompt")
         config, step = self.config, self.state.global_step
         self.rewards.trainer_state = self.state
