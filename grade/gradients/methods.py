@@ -69,7 +69,7 @@ METHODS: dict[str, Method] = {
     "remax": Method(f"{_SETTINGS}:RemaxSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "grpo": Method(f"{_SETTINGS}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "ppo": Method(f"{_SETTINGS}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    TILT: Method("grade.gradients.settings:TiltSettings", "grade.training.tilt:TiltLearner"),
+    TILT: Method(f"{_SETTINGS}:TiltSettings", "grade.training.tilt:TiltLearner"),
     TEACHER: Method(_TEACHER, "grade.training.teacher:TeacherGradient", rewarded=False),
     AUTO: Method("grade.training.auto:AutoSettings"),
 }

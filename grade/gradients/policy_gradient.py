@@ -297,10 +297,9 @@ def _result(seen: _Experience) -> GradientStep:
 def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Rewards [B] of completions, which must be finite; NaN where every function that is learned returned None."""
     reward = objective.score(backbone, prompts, ids, mask)
-    parts = getattr(objective.reward_model.last, "values", None)
-    none = torch.zeros_like(reward, dtype=torch.bool)
-    if parts:
-        none = reward.isnan() | torch.stack(list(parts.values())).isnan().all(0)
+    scores, none = objective.reward_model.last, torch.zeros_like(reward, dtype=torch.bool)
+    if scores is not None:
+        none = reward.isnan() | torch.stack(list(scores.values.values())).isnan().all(0)
     given = reward.masked_fill(none, 0.0)
     check_finite(given, given)
     return given.masked_fill(none, torch.nan)

@@ -26,13 +26,12 @@ class RowGenerator(torch.Generator):
         return generator
 
 
-def draw_rows(
-    shape: tuple[int, ...], generator: torch.Generator, draw: Callable[[tuple[int, ...]], Tensor]
-) -> Tensor:  # fmt: skip
+def draw_rows(shape: tuple[int, ...], generator: torch.Generator, draw: Draw) -> Tensor:
     """What ``draw`` makes of a shape [n, ...]; with a `RowGenerator` of its batch's, whose n rows are taken."""
-    if not isinstance(generator, RowGenerator):
+    if not isinstance(generator, RowGenerator) or generator.batch == shape[0]:
         return draw(shape)
-    return draw((generator.batch, *shape[1:]))[generator.first : generator.first + shape[0]]
+    # A copy: a view would keep the other rows' noise as long as these are kept.
+    return draw((generator.batch, *shape[1:]))[generator.first : generator.first + shape[0]].clone()
 
 
 def gumbel_noise(

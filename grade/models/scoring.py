@@ -62,9 +62,7 @@ def token_kl(
     return kl_divergence(backbone.head, rows, backbone.ref_head, ref_rows, entropies).view(mask.shape) * mask
 
 
-def kl_and_entropy(
-    backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def kl_and_entropy(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """`token_kl`, and the policy's entropy at each token [B, T] in nats, 0 where masked, without gradient.
 
     Both are of the whole distribution, from the same logits: end-of-sequence has its share before ``min_new_tokens``

@@ -206,11 +206,11 @@ class GradeTrainer:
                 config.lr_scheduler_type, self.optimizer, self.args.get_warmup_steps(config.max_steps), config.max_steps
             )
 
-    # ---- a step ----
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""
         return encode_examples(self.backbone.tokenizer, rows, **self.config.reading).to(self.backbone.device)
 
+    # ---- a step ----
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
         """Train, or continue from a checkpoint's folder; True: the newest one of ``output_dir``."""
         if not self.rows:

@@ -319,8 +319,8 @@ def make_teacher(
     _check_vocabulary(base, policy)
     if not policy.lockstep:
         share_equal(model, policy.model)
-    own = getattr(tokenizer, "eos_token_id", None)
-    others = {*base.eos_token_ids, *(() if own is None else (own,))} - {*policy.eos_token_ids}
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    others = {*base.eos_token_ids, own} - {*policy.eos_token_ids, None}
     return replace(teacher, model=base, ends=(*policy.eos_token_ids, *sorted(others)) if others else ())
 
 
