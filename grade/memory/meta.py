@@ -9,7 +9,6 @@ tensors, go the same way, views of them too: torch's own cache of them takes fiv
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from grade.memory.tracker import DispatchMode, tensors_in
+from grade.memory.tracker import DispatchMode, is_view, tensors_in, writes
 
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
@@ -57,7 +56,7 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """
     parts: list[Any] = [func, torch.get_default_dtype()]  # the latter: of an integer tensor times a float
     fake = bool(args) and isinstance(args[0], FakeTensor)
-    if _writes(func) or (_aliases(func) and not fake) or not _describe((*args, *kwargs.items()), parts):
+    if writes(func) or (is_view(func) and not fake) or not _describe((*args, *kwargs.items()), parts):
         return func(*args, **kwargs)
     key = tuple(parts)
     known = _outputs.get(key)
@@ -71,17 +70,6 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             _outputs.clear()
         _outputs[key] = _recipe(result, args)
     return result
-
-
-@cache
-def _writes(func: OpOverload) -> bool:
-    return any(value.alias_info and value.alias_info.is_write for value in func._schema.arguments)
-
-
-@cache
-def _aliases(func: OpOverload) -> bool:
-    """Whether an operator says that an output is a view of an argument."""
-    return any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns))
 
 
 def _describe(values: Iterable[Any], parts: list[Any]) -> bool:

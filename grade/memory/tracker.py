@@ -15,15 +15,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Stands for the size of a storage that is older than the tracker and not counted.
 _OLDER = -1
 # torch.tensor(data) creates its storage unseen, so it first appears as the *input* of one of these.
 _INTRODUCES_ITS_INPUT = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# Tensors whose views no other mode has to make.
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -80,6 +84,11 @@ class MemoryTracker(DispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_view(func):  # half of all calls, and nothing new
+            if type(args[0]) not in _ORDINARY:
+                return func(*args, **kwargs)
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         note_input = self._count if func in _INTRODUCES_ITS_INPUT else self._ignore
         for tensor in tensors_in(args):
             note_input(tensor)
@@ -149,3 +158,19 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except NotImplementedError:
         return None
+
+
+@cache
+def writes(func: OpOverload) -> bool:
+    """Whether an operator writes to an argument."""
+    return any(value.alias_info and value.alias_info.is_write for value in func._schema.arguments)
+
+
+@cache
+def is_view(func: OpOverload) -> bool:
+    """Whether an operator does no more than to return views of its first argument."""
+    returned = func._schema.returns
+    if not returned or not all(value.alias_info for value in returned) or writes(func) or func in _INTRODUCES_ITS_INPUT:
+        return False
+    # What torch composes of other operators, such as ``reshape``, may copy; in inference mode it is not taken apart.
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
