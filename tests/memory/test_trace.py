@@ -194,7 +194,14 @@ def test_passes_that_are_left_out_change_neither_peaks_nor_operations(case):
     assert (len(few.timeline) < len(full.timeline)) == (config.max_new_tokens > 5)
 
 
-@pytest.mark.parametrize("values", [dict(method="gumbel_legacy", reward="trunk"), dict(method="ste", dtype="bfloat16")])
+OPERATORS = [
+    dict(method="gumbel_legacy", reward="trunk"),
+    dict(method="ste", dtype="bfloat16"),
+    dict(method="gumbel_legacy", reward="trunk", autocast=True, gradient_checkpointing=True),  # on fake tensors
+]
+
+
+@pytest.mark.parametrize("values", OPERATORS, ids=str)
 def test_a_trace_is_the_same_with_and_without_cached_operators(values, monkeypatch):
     config = StepConfig(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=3, **values)
     found = [trace_layers(config, model_config("tiny"), "cuda") for _ in range(2)]
