@@ -2,10 +2,6 @@
 
 import gc
 import json
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small: threads would mostly wait for each other
 
 import pytest
 import torch

@@ -163,4 +163,4 @@ def _kernel_environment() -> AbstractContextManager[Any]:
     root = str(Path(grade.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # What the copy shows must not depend on time.
-    return patch.dict(os.environ, PYTHONPATH=path, GRADE_EXECUTED="1", GRADE_PROGRESS="0")
+    return patch.dict(os.environ, PYTHONPATH=path, GRADE_PROGRESS="0")
