@@ -198,9 +198,10 @@ class EntropyProbe:
         with self._phase("importance sampling"):
             figures |= _mean("delta_h1_forward", terms.per_sequence().mean(1))
             figures |= _mean("delta_h1_forward_per_token", terms.per_token(evaluation.mask).mean(1))
-            figures |= self._true_change(evaluation, old, terms, vector.total)
-            sweep = [self._at_multiple(multiple, evaluation, old, terms, vector.total)
-                     for multiple in sorted(self.config.probe_config.multiples)]  # fmt: skip
+            multiples = sorted(self.config.probe_config.multiples)
+            new = {multiple: self._scores(evaluation, vector.total, multiple) for multiple in {1.0, *multiples}}
+            figures |= self._true_change(evaluation, old, new[1.0], terms, vector.total)
+            sweep = [self._at_multiple(multiple, evaluation, old, new[multiple], terms) for multiple in multiples]
         figures |= {"samples": old.logps[..., 0].numel(), "prompts": b}
         figures |= {} if rewards is None else {"reward_mean": float(rewards.mean())}
         figures |= {f"seconds/{name}": value for name, value in self._seconds.items()}
@@ -274,9 +275,8 @@ class EntropyProbe:
         return {"delta_h1_ascent": -lr * value, "delta_h1_ascent_stderr": lr * stderr}
 
     def _true_change(
-        self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
+        self, evaluation: Samples, old: SampleScores, new: SampleScores, terms: Directional, step: Tensor
     ) -> dict[str, float]:
-        new = self._scores(evaluation, step)
         change, tokens = (reweighted_change(old, new, mask) for mask in (None, evaluation.mask))
         figures = {
             "entropy": change.before,
@@ -312,10 +312,9 @@ class EntropyProbe:
         }
 
     def _at_multiple(
-        self, multiple: float, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
+        self, multiple: float, evaluation: Samples, old: SampleScores, new: SampleScores, terms: Directional
     ) -> dict[str, float]:
         """Predicted and true change for this multiple of the learning rate, which AdamW's step is proportional to."""
-        new = self._scores(evaluation, step, multiple)
         change = reweighted_change(old, new)
         return {
             "multiple": multiple,
