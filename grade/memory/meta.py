@@ -51,25 +51,32 @@ class NoData(DispatchMode):
 def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)``, cached if all tensors are on ``meta``, or all fake, and no output needs a computation.
 
-    Calls that write to an argument, and views on ``meta``, which take little time there, are computed each time; so are
-    outputs that share a storage with another argument than the first, or with each other, or that have data.
+    What the outputs of fake tensors are like is found on ``meta``. Calls that write to an argument, and views on
+    ``meta``, which take little time, are computed each time; so are outputs that share a storage with another argument
+    than the first, or with each other, or that have data.
     """
-    parts: list[Any] = [func, torch.get_default_dtype()]  # the latter: of an integer tensor times a float
-    fake = bool(args) and isinstance(args[0], FakeTensor)
-    if writes(func) or (is_view(func) and not fake) or not _describe((*args, *kwargs.items()), parts):
+    fake = next((tensor for tensor in tensors_in(args) if type(tensor) is FakeTensor), None)
+    parts: list[Any] = [id(func), torch.get_default_dtype()]  # the latter: of an integer tensor times a float
+    placed = fake is not None and kwargs.get("device") is not None  # elsewhere, it may be
+    if placed or writes(func) or (is_view(func) and fake is None) or not _describe((*args, *kwargs.items()), parts):
         return func(*args, **kwargs)
     key = tuple(parts)
-    known = _outputs.get(key)
-    if known is not None:
-        kind, recipes = known
-        outputs = (_make(recipe, args) if type(recipe) is tuple else recipe for recipe in recipes)
-        return next(outputs) if kind is None else kind(outputs)
-    result = func(*args, **kwargs)
     if key not in _outputs:
         if len(_outputs) >= _MOST:
             _outputs.clear()
-        _outputs[key] = _recipe(result, args)
-    return result
+        if fake is None:
+            result = func(*args, **kwargs)
+            _outputs[key] = _recipe(result, args)
+            return result
+        with torch._C._DisableTorchDispatch():
+            on_meta = _on_meta(args)
+            _outputs[key] = _recipe(func(*on_meta, **kwargs), on_meta)
+    known = _outputs[key]
+    if known is None:
+        return func(*args, **kwargs)
+    kind, recipes = known
+    outputs = (_make(recipe, args, fake) if type(recipe) is tuple else recipe for recipe in recipes)
+    return next(outputs) if kind is None else kind(outputs)
 
 
 def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
@@ -79,9 +86,7 @@ def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
         if isinstance(value, Tensor):
             if not _is_plain(value):
                 return False
-            parts += (value.shape, value.stride(), value.dtype)
-            if kind is FakeTensor:
-                parts += (kind, value.fake_device, value.storage_offset())
+            parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
         elif kind is list or kind is tuple:
             parts.append(len(value))
             if not _describe(value, parts):
@@ -100,9 +105,19 @@ def _is_plain(tensor: Tensor) -> bool:
     return kind in (Tensor, torch.nn.Parameter) and tensor.is_meta and tensor.layout == torch.strided
 
 
+def _on_meta(values: Iterable[Any]) -> tuple:
+    """Fake tensors as tensors on ``meta`` with the same storages."""
+    return tuple(
+        list(_on_meta(value)) if isinstance(value, list | tuple)
+        else _view(value, value.shape, value.stride(), value.dtype, value.storage_offset())
+        if isinstance(value, Tensor) else value
+        for value in values
+    )  # fmt: skip
+
+
 def _recipe(result: Any, args: tuple) -> tuple[type | None, list] | None:
     """How to make the outputs again; None if they have to be computed each time."""
-    several, fake = isinstance(result, tuple | list), bool(args) and isinstance(args[0], FakeTensor)
+    several = isinstance(result, tuple | list)
     recipes, storages = [], [tensor.untyped_storage()._cdata for tensor in tensors_in(args)]
     for value in result if several else (result,):
         if not isinstance(value, Tensor):
@@ -110,12 +125,11 @@ def _recipe(result: Any, args: tuple) -> tuple[type | None, list] | None:
                 return None
             recipes.append(value)
             continue
-        storage = value.untyped_storage()
-        if not _is_plain(value) or isinstance(value, FakeTensor) != fake:
+        storage, offset = value.untyped_storage(), None
+        if not _is_plain(value) or isinstance(value, FakeTensor):
             return None
-        offset = None
         if storage._cdata in storages:  # aten._unsafe_view and a few others return a view without saying so
-            if not fake or storage._cdata != args[0].untyped_storage()._cdata or value is args[0]:
+            if value is args[0] or not isinstance(args[0], Tensor) or storage._cdata != storages[0]:
                 return None
             offset = value.storage_offset()
         elif value.storage_offset():
@@ -123,20 +137,23 @@ def _recipe(result: Any, args: tuple) -> tuple[type | None, list] | None:
         else:
             storages.append(storage._cdata)
         recipes.append((value.shape, value.stride(), value.dtype, offset))
-        if _make(recipes[-1], args).untyped_storage().nbytes() != storage.nbytes():
+        if offset is None and _make(recipes[-1], args, None).untyped_storage().nbytes() != storage.nbytes():
             return None
     return type(result) if several else None, recipes
 
 
-def _make(recipe: tuple, args: tuple) -> Tensor:
-    """An output: a view of the first argument if the recipe has an offset; fake where that argument is."""
+def _make(recipe: tuple, args: tuple, fake: FakeTensor | None) -> Tensor:
+    """An output: a view of the first argument if the recipe has an offset, and fake if an argument is: ``fake``."""
     shape, stride, dtype, offset = recipe
-    if not (args and isinstance(args[0], FakeTensor)):
+    if fake is None and offset is None:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    mode, device = args[0].fake_mode, args[0].fake_device
     with torch._C._DisableTorchDispatch():
         if offset is None:
             data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
-            data = torch.empty(0, dtype=dtype, device="meta").set_(args[0].untyped_storage(), offset, shape, stride)
-        return FakeTensor(mode, data, device)
+            data = _view(args[0], shape, stride, dtype, offset)
+        return data if fake is None else FakeTensor(fake.fake_mode, data, fake.fake_device)
+
+
+def _view(tensor: Tensor, shape: torch.Size, stride: tuple, dtype: torch.dtype, offset: int) -> Tensor:
+    return torch.empty(0, dtype=dtype, device="meta").set_(tensor.untyped_storage(), offset, shape, stride)
