@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from grade.memory.tracker import DispatchMode, is_view, tensors_in, writes
+from grade.memory.tracker import DispatchMode, facts, tensors_in
 
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
@@ -55,10 +55,11 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     ``meta``, which take little time, are computed each time; so are outputs that share a storage with another argument
     than the first, or with each other, or that have data.
     """
+    known = facts(func)
     fake = next((tensor for tensor in tensors_in(args) if type(tensor) is FakeTensor), None)
     parts: list[Any] = [id(func), torch.get_default_dtype()]  # the latter: of an integer tensor times a float
     placed = fake is not None and kwargs.get("device") is not None  # elsewhere, it may be
-    if placed or writes(func) or (is_view(func) and fake is None) or not _describe((*args, *kwargs.items()), parts):
+    if placed or known.writes or (known.views and fake is None) or not _describe((*args, *kwargs.items()), parts):
         return func(*args, **kwargs)
     key = tuple(parts)
     if key not in _outputs:
@@ -71,10 +72,9 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         with torch._C._DisableTorchDispatch():
             on_meta = _on_meta(args)
             _outputs[key] = _recipe(func(*on_meta, **kwargs), on_meta)
-    known = _outputs[key]
-    if known is None:
+    if _outputs[key] is None:
         return func(*args, **kwargs)
-    kind, recipes = known
+    kind, recipes = _outputs[key]
     outputs = (_make(recipe, args, fake) if type(recipe) is tuple else recipe for recipe in recipes)
     return next(outputs) if kind is None else kind(outputs)
 

@@ -16,9 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import flop_registry
 
-from grade.memory.tracker import MemoryTracker, storage_of
+from grade.memory.tracker import ORDINARY, MemoryTracker, facts, storage_of
 
 Category = Literal[
     "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary",
@@ -113,7 +112,11 @@ class LiveTracker(MemoryTracker):
             record = self._record_of(tensor)
             if record is not None:
                 record.saved = True
-            return tensor.detach()  # an output saved by its own node would otherwise hold that node, and never be freed
+            # An output saved by its own node would otherwise hold that node, and never be freed.
+            if type(tensor) not in ORDINARY:
+                return tensor.detach()
+            with torch._C._DisableTorchDispatch():
+                return tensor.detach()
 
         before = nn.modules.module.register_module_forward_pre_hook(enter)
         after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
@@ -153,14 +156,14 @@ class LiveTracker(MemoryTracker):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls in a trace, and none of them allocates
-        outer, self._op = self._op, func.overloadpacket.__name__
+        known = facts(func)
+        outer, self._op = self._op, known.name
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._op = outer
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.flops += _operations(count, args, kwargs or {}, result)
+        if known.operations is not None:
+            self.flops += _operations(known.operations, args, kwargs or {}, result)
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:

@@ -15,19 +15,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 # Stands for the size of a storage that is older than the tracker and not counted.
 _OLDER = -1
 # torch.tensor(data) creates its storage unseen, so it first appears as the *input* of one of these.
 _INTRODUCES_ITS_INPUT = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-# Tensors whose views no other mode has to make.
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+ORDINARY = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors whose views no other mode has to make."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -84,12 +84,13 @@ class MemoryTracker(DispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_view(func):  # half of all calls, and nothing new
-            if type(args[0]) not in _ORDINARY:
+        known = facts(func)
+        if known.views:  # half of all calls, and nothing new
+            if type(args[0]) not in ORDINARY:
                 return func(*args, **kwargs)
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
-        note_input = self._count if func in _INTRODUCES_ITS_INPUT else self._ignore
+        note_input = self._count if known.introduces else self._ignore
         for tensor in tensors_in(args):
             note_input(tensor)
         if kwargs:
@@ -160,17 +161,31 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-@cache
-def writes(func: OpOverload) -> bool:
-    """Whether an operator writes to an argument."""
-    return any(value.alias_info and value.alias_info.is_write for value in func._schema.arguments)
+class Facts(NamedTuple):
+    """What does not depend on the call of an operator."""
+
+    func: OpOverload  # held, so that no other has its id
+    name: str
+    writes: bool  # to an argument
+    views: bool  # returns views of its first argument, and does no more
+    introduces: bool  # its input, a storage that was made unseen
+    operations: Callable[..., int] | None  # torch's formula
 
 
-@cache
-def is_view(func: OpOverload) -> bool:
-    """Whether an operator does no more than to return views of its first argument."""
-    returned = func._schema.returns
-    if not returned or not all(value.alias_info for value in returned) or writes(func) or func in _INTRODUCES_ITS_INPUT:
-        return False
-    # What torch composes of other operators, such as ``reshape``, may copy; in inference mode it is not taken apart.
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+_FACTS: dict[int, Facts] = {}  # by id: hashing an operator runs code in Python
+
+
+def facts(func: OpOverload) -> Facts:
+    """What is known of an operator."""
+    found = _FACTS.get(id(func))
+    if found is None:
+        arguments, returned = func._schema.arguments, func._schema.returns
+        writes = any(value.alias_info and value.alias_info.is_write for value in arguments)
+        introduces = func in _INTRODUCES_ITS_INPUT
+        views = bool(returned) and all(value.alias_info for value in returned) and not writes and not introduces
+        # What torch composes of other operators, such as ``reshape``, may copy. In inference mode it comes as it is.
+        views = views and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        packet = func.overloadpacket
+        found = Facts(func, packet.__name__, writes, views, introduces, flop_registry.get(packet))
+        _FACTS[id(func)] = found
+    return found
