@@ -312,15 +312,12 @@ def errors_only() -> Iterator[None]:
 def load_pretrained(
     source: str | Path, dtype: torch.dtype, attention: str = "auto", field: str = "backbone"
 ) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer: safetensors only, no remote code, all dropout rates 0; arguments as of `Backbone.load`."""
+    """Model and tokenizer: safetensors only, no remote code; arguments as of `Backbone.load`."""
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
     require_source(field, name, allowed)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        for key in vars(config):
-            if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
-                setattr(config, key, 0.0)
         logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
         with errors_only():
             model, info = AutoModelForCausalLM.from_pretrained(

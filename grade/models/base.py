@@ -181,17 +181,18 @@ class FrozenBase(nn.Module):
 
 
 def _freeze(model: PreTrainedModel) -> None:
-    """Put a model in eval mode, its weights frozen, the dropout rates that its layers hold themselves at 0.
+    """Put a model in eval mode, its weights frozen, the dropout rates of its configuration and its layers at 0.
 
-    Those too, because recomputed layers run with their own ``training`` on (`FrozenBase.checkpointed_layers`), not
+    Rates too, because recomputed layers run with their own ``training`` on (`FrozenBase.checkpointed_layers`), not
     their children's, and models that drop whole layers or call the function ``dropout`` look at that. Mixtures of
     experts run one by one in float64: the joint kernel knows no float64.
     """
     model.requires_grad_(False).eval()
-    for module in model.modules():
-        for key, value in vars(module).items():
+    owners = [*model.modules()]
+    for owner in (*owners, *(module.config for module in owners if hasattr(module, "config"))):
+        for key, value in vars(owner).items():
             if "drop" in key and isinstance(value, float):
-                setattr(module, key, 0.0)
+                setattr(owner, key, 0.0)
     choose = getattr(model, "set_experts_implementation", None)
     if choose is not None and model.dtype == torch.float64:
         choose("eager")
