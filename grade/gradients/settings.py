@@ -158,6 +158,6 @@ class TiltSettings(GroupSettings):
 
     then: Annotated[str, AfterValidator(_follower)] = Field(
         "",
-        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo in "
-        "the first quarter, and from then on the bias or rloo, whichever the rewards call for",
+        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo, and "
+        "from a quarter or half of them on the bias, if it predicts new rewards",
     )

@@ -28,5 +28,5 @@ def choose_method(config: GradeConfig, terms: bool) -> tuple[dict[str, str], str
         return {"method": FALLBACK}, "what is learned beside the reward, an adapter can have"
     if config.target_kl is None and not config.beta:
         return {"method": FALLBACK}, "without target_kl or beta nothing limits a token bias"
-    why = f"{FALLBACK}; after a quarter of the steps a token bias, if it predicts the rewards of new completions"
+    why = f"{FALLBACK}; after a quarter or half of the steps a token bias, if it predicts new rewards"
     return {"method": TILT, "then": AUTO}, why

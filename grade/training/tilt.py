@@ -10,7 +10,7 @@ A differentiable reward is also asked for its gradient; the regression then expl
 
 With ``then`` the bias is kept as it is from the middle of the run on, and another method trains the adapter beside it:
 what context explains, a bias cannot have. With ``then: auto`` the order is the other: `rloo` begins, and the values are
-fitted to its completions. After a quarter of the run the bias takes over, if these values predicted rewards of
+fitted to its completions. After a quarter or half of the run the bias takes over, if these values predicted rewards of
 completions that they were not fitted on; otherwise `rloo` goes on, as if nothing had been fitted.
 """
 
@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 SECOND_HALF = 0.5
 """Share of the steps after which ``then`` trains the adapter."""
-TRIAL = 0.25
-"""Share of the steps after which ``then: auto`` decides. By then `rloo` has used a sixteenth of the budget for KL."""
+TRIALS = (0.25, 0.5)
+"""Shares of the steps after which ``then: auto`` looks. By then `rloo` has used a sixteenth and a quarter of the budget
+for KL: what the bias finds later than that comes too late."""
 SIGNIFICANT = 2.0
 """Standard errors by which rewards must be correlated with what the values predicted of them."""
 
@@ -126,14 +127,14 @@ class TiltLearner(Learner):
             return True, False
         if self.config.then != AUTO:
             return share < SECOND_HALF, share >= SECOND_HALF
-        if last < TRIAL <= share:
+        if not self.trusted and any(last < trial <= share for trial in TRIALS):
             self.trusted = self.agreement.t > SIGNIFICANT
             what = "takes over" if self.trusted else f"is not used: {FALLBACK} goes on"
             logger.warning(
                 f"token bias: {what} from step {step + 1}, as tokens predict {self.agreement.r2:.3f} of the variance "
                 f"of new completions' rewards ({self.agreement.t:.1f} standard errors; {SIGNIFICANT:g} are asked for)"
             )
-        return share < TRIAL or self.trusted, share < TRIAL or not self.trusted
+        return self.trusted or share < TRIALS[-1], not self.trusted
 
     def _other(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext

@@ -41,7 +41,7 @@ def test_auto_is_the_default_and_says_what_it_chose_and_why(task, caplog):
         why = "without target_kl or beta nothing limits a token bias"
         assert chosen(task, caplog, reward) == ("rloo", why)
         for limit in ({"target_kl": 1.0}, {"beta": 0.1}):
-            why = "rloo; after a quarter of the steps a token bias, if it predicts the rewards of new completions"
+            why = "rloo; after a quarter or half of the steps a token bias, if it predicts new rewards"
             assert chosen(task, caplog, reward, **limit) == ("tilt", why)
 
 
