@@ -61,10 +61,12 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> M
     own = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(adapter if own else base, trust_remote_code=False)
     kind = model.dtype if dtype is None else DTYPES[dtype]
-    if model.dtype != torch.float64:
-        model.float()
     values = saved_bias(adapter, len(model.get_output_embeddings().weight))
     check_base(model, adapter)
+    if getattr(model, "is_quantized", False):
+        model = model.dequantize(torch.float32)
+    if model.dtype != torch.float64:
+        model.float()
     if lora:
         model = load_adapter(model.eval(), adapter).merge_and_unload()
     place = None if values is None else add_token_bias(model, values)

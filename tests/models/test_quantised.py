@@ -1,0 +1,93 @@
+"""A base in 4 or 8 bits against the same base with the weights that its numbers stand for."""
+
+import pytest
+import torch
+from conftest import EOS, ToyReward, gradient, make_prompts, perturb_adapter, tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from grade.gradients.engines import make_engine
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.learner import StepContext
+from grade.gradients.methods import MethodConfig
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import PolicyGradient
+from grade.memory.models import build_backbone
+from grade.memory.settings import StepConfig
+from grade.memory.step import build, make_step
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.sampling import generate
+from grade.training.config import GradeConfig
+from grade.training.loop import GradeTrainer
+from grade.training.merge import merge
+
+bnb = pytest.importorskip("bitsandbytes")
+
+SETTINGS = [
+    dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    dict(load_in_8bit=True),
+]
+LORA = LoraSettings(r=2, alpha=4)
+T = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama with columns that are large in some tokens, which LLM.int8 treats apart."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(hidden_size=64, intermediate_size=64))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[5] = 8.0
+    model.save_pretrained(path := tmp_path_factory.mktemp("base"))
+    return path
+
+
+def quantised(folder, settings, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**settings), **options)
+
+
+def dequantised(folder, settings):
+    """The base with each quantised layer replaced by a plain one with its weights in float32."""
+    model, stored = AutoModelForCausalLM.from_pretrained(folder), quantised(folder, settings)
+    for name, layer in stored.named_modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        elif isinstance(layer, bnb.nn.Linear8bitLt):
+            weight = layer.weight.data * layer.weight.SCB.unsqueeze(1) / 127
+        else:
+            continue
+        plain = model.get_submodule(name)
+        assert type(plain) is nn.Linear and not torch.equal(plain.weight, weight)
+        plain.weight.data = weight.float()
+    return model
+
+
+def relaxed(backbone, objective):
+    config = RelaxationConfig(estimator="ste", gumbel_topk=7, max_new_tokens=T, tau=0.9)
+    step = make_engine("replay", 2)(backbone, make_prompts(), objective, config, torch.Generator().manual_seed(4), 1.0)
+    return step.completion_ids * step.completion_mask
+
+
+def rloo(backbone, objective):
+    learner = PolicyGradient(MethodConfig(method="rloo", max_completion_length=T, num_generations=2), backbone)
+    microbatch = (make_prompts().repeat(2), torch.Generator().manual_seed(4))
+    [part] = learner.step([microbatch], objective, StepContext(1, lambda: None))
+    return part.completions.ids * part.completions.mask
+
+
+@pytest.mark.parametrize("method", [relaxed, rloo])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_samples_and_gradients_are_those_of_the_dequantised_base(folder, settings, method):
+    """float32: products differ by the order of their sums, which leaves 1e-6; inputs in 8 bits would leave 1e-2."""
+    results = []
+    for model in (quantised(folder, settings), dequantised(folder, settings)):
+        backbone = perturb_adapter(Backbone(model, None, LORA))
+        objective = Objective(ToyReward(64, torch.float32), 0.3)
+        results.append((method(backbone, objective), gradient(backbone)))
+    (ids, got), (expected_ids, want) = results
+    assert torch.equal(ids, expected_ids) and torch.isin(ids, torch.tensor(EOS)).any()
+    assert want.norm() > 1e-4
+    assert (got - want).norm() <= 1e-4 * want.norm()
