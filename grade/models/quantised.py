@@ -61,6 +61,8 @@ def quantise_on_meta(model: PreTrainedModel, settings: Mapping[str, Any]) -> Non
 
     What belongs to a weight becomes buffers, so that it is counted.
     """
+    with torch.device("cpu"):
+        quantize_4bit(torch.zeros(64), compress_statistics=True)  # a table of all layers is made by the first call
     quantizer = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(dict(settings)))
     quantizer.preprocess_model(model=model, device_map={"": "meta"})
     for layer in model.modules():

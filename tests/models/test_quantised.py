@@ -1,10 +1,12 @@
 """A base in 4 or 8 bits against the same base with the weights that its numbers stand for."""
 
+import re
+
 import pytest
 import torch
 from conftest import EOS, ToyReward, gradient, make_prompts, perturb_adapter, tiny_config
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import RelaxationConfig
@@ -12,12 +14,12 @@ from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import PolicyGradient
-from grade.memory.models import build_backbone
+from grade.memory.models import TINY
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
+from grade.memory.trace import run_tracked, trace
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.sampling import generate
 from grade.training.config import GradeConfig
 from grade.training.loop import GradeTrainer
 from grade.training.merge import merge
@@ -75,7 +77,7 @@ def rloo(backbone, objective):
     learner = PolicyGradient(MethodConfig(method="rloo", max_completion_length=T, num_generations=2), backbone)
     microbatch = (make_prompts().repeat(2), torch.Generator().manual_seed(4))
     [part] = learner.step([microbatch], objective, StepContext(1, lambda: None))
-    return part.completions.ids * part.completions.mask
+    return part.completion_ids * part.completion_mask
 
 
 @pytest.mark.parametrize("method", [relaxed, rloo])
@@ -91,3 +93,85 @@ def test_samples_and_gradients_are_those_of_the_dequantised_base(folder, setting
     assert torch.equal(ids, expected_ids) and torch.isin(ids, torch.tensor(EOS)).any()
     assert want.norm() > 1e-4
     assert (got - want).norm() <= 1e-4 * want.norm()
+
+
+def words(rows):
+    return [{"prompt": row} for row in rows]
+
+
+def script(folder, output, model=None, **options):
+    """A user's: TRL's front page with a quantised base."""
+    values = dict(
+        method="rloo", max_steps=2, max_completion_length=4, num_generations=2, per_device_train_batch_size=4,
+        save_steps=1, use_cpu=True, disable_tqdm=True, raw_prompts=True,
+    )  # fmt: skip
+    config = GradeConfig(str(output), **values | options)
+
+    def length(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    return GradeTrainer(
+        model or str(folder), length, config, words(["The film was", "Her new drama"]), peft_config=None
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS[1:], ids=str)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_run_is_saved_continued_and_loaded_with_the_same_bits(base, tmp_path, settings, bf16):
+    given = {"quantization_config": BitsAndBytesConfig(**settings)}
+    whole = script(base, tmp_path / "whole", model_init_kwargs=given, bf16=bf16)
+    whole.train()
+    cut = script(base, tmp_path / "cut", model_init_kwargs=given, bf16=bf16)
+    cut.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-1")
+    loaded = Backbone.load(base, adapter=tmp_path / "whole" / "checkpoint-2", quantization_config=settings)
+    object_ = script(base, tmp_path / "object", quantised(base, settings), bf16=bf16)
+    object_.train()
+    policies = [trainer.backbone for trainer in (whole, cut, object_)] + [loaded]
+    expected, *others = [torch.cat([p.flatten() for p in policy.trainable_parameters()]) for policy in policies]
+    assert all(torch.equal(expected, other) for other in others) and any(p.any() for p in expected)
+
+
+def test_a_quantised_folder_merges_into_the_weights_it_stands_for(base, tmp_path):
+    model = quantised(base, SETTINGS[0])
+    model.save_pretrained(tmp_path / "4bit")
+    Backbone.load(base).tokenizer.save_pretrained(tmp_path / "4bit")
+    trainer = script(tmp_path / "4bit", tmp_path / "run")
+    trainer.train()
+    assert isinstance(trainer.backbone.model.model.layers[0].mlp.up_proj, bnb.nn.Linear4bit)
+    merge(tmp_path / "run" / "checkpoint-2", tmp_path / "merged")
+    ids = torch.arange(3, 9).view(1, -1)
+    with torch.no_grad():
+        want = trainer.backbone.model(ids).logits
+        got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_trace_has_the_weights_and_the_peak_of_the_real_step(tmp_path, settings):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    model.save_pretrained(tmp_path)
+    config = StepConfig(
+        model=str(tmp_path), batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32",
+        quantization_config=settings,
+    )  # fmt: skip
+    traced = trace(config, device="cpu", all_layers=True)
+    backbone = Backbone(quantised(tmp_path, settings), None, LoraSettings())
+    # bitsandbytes keeps scales outside of parameters and buffers, and adds descriptions where they are saved.
+    base = {name: t for name, t in backbone.model.state_dict().items() if "lora_" not in name}
+    named = {name: t for name, t in base.items() if not re.search("quant_state|weight_format", name)}
+    step = make_step(config, backbone, build(config.changed(quantization_config=None), device="cpu")[1])
+    reward = step.others[0]
+    others = [*backbone.buffers(), *reward.parameters(), *reward.buffers()]
+    offsets = 512 * 14 if "bnb_4bit_use_double_quant" in settings else 0  # one number a layer, in a description
+    real = blocks([*named.values(), *others]) + offsets
+    assert traced.categories["weights"] == real
+    tracker = run_tracked(step, device="cpu")
+    assert traced.peak - real == tracker.peak - blocks(
+        [p for p in backbone.parameters() if not p.requires_grad] + others
+    )
+
+
+def blocks(tensors):
+    """Bytes of storages in blocks of 512."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(-(-size // 512) * 512 for size in sizes.values())
