@@ -9,9 +9,7 @@ import contextlib
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -79,7 +77,7 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple]:
 def build_backbone(
     config: PretrainedConfig, dtype: str = "bfloat16", adapter: str = "lora", lora: LoraSettings | None = None,
     attention: str = "sdpa", device: str | torch.device = "meta", train_bias: bool = False,
-    quantization_config: Mapping[str, Any] | None = None,
+    quantization_config: dict | None = None,
 ) -> Backbone:  # fmt: skip
     """A backbone with random weights and no tokenizer; on meta without data.
 

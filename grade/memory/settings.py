@@ -168,7 +168,7 @@ class StepConfig(TracedConfig):
         parts = [
             f"{self.model}, {self.method} ({how}): B={self.batch_size} P={self.prompt_tokens} "
             f"T={self.max_new_tokens}, {self.dtype}, {self.adapter}, {self.attention}",
-            " ".join(name for name, value in (self.quantization_config or {}).items() if value is True),
+            str(self.quantization_config or ""),
             "layers checkpointed" if self.gradient_checkpointing else "",
             "explicit freeing" if self.explicit_freeing else "",
             "autocast" if self.autocast else "",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -252,7 +252,7 @@ def _checked(peft: PeftModel) -> PeftModel:
     model = peft.get_base_model()
     shared = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     for name, layer in _lora_layers(peft):
-        if not isinstance(layer, Linear) and not isinstance(layer.get_base_layer(), nn.Linear):  # quantised ones are
+        if not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
             raise InputError("lora.target_modules", name, "linear layers, not parameters such as fused experts")
         if id(layer.get_base_layer().weight) in shared:
             allowed = "layers other than the head and the embedding, which policy, reference and reward share"

@@ -10,44 +10,40 @@ weights in a pass without gradient for a product that has none. Here both are sw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bitsandbytes.functional import quantize_4bit
-from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from bitsandbytes.functional import int8_vectorwise_dequant, name2qmap
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers import AutoHfQuantizer
 
 
 class _Product(torch.autograd.Function):
-    """``x W^T + bias`` with ``W = codes * scales / 127``, which is not kept for backward."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: _Linear8bit) -> Tensor:
+        ctx.layer = layer  # whose weights never change
+        return F.linear(x, layer.dequantised(x.dtype), layer.bias)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(codes, scales)
-        return F.linear(x, _weight(codes, scales, x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad @ _weight(*ctx.saved_tensors, grad.dtype), None, None, None
-
-
-def _weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.to(dtype).mul_((scales / 127).unsqueeze(1))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.dequantised(grad.dtype), None
 
 
 class _Linear8bit(Linear8bitLt):
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.weight, self.weight.SCB, self.bias)
+        return _Product.apply(x, self)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        return int8_vectorwise_dequant(self.weight, self.weight.SCB).to(dtype)
 
 
 def make_exact(model: PreTrainedModel) -> None:
     """Let the quantised layers of a model compute ``x W^T + bias``, in place."""
     for layer in model.modules():
-        if isinstance(layer, Linear8bitLt) and not layer.state.has_fp16_weights:
+        if isinstance(layer, Linear8bitLt):
             if layer.weight.SCB is None:  # its first pass takes them from the weight
                 layer.weight.SCB = layer.state.SCB
             layer.__class__ = _Linear8bit
@@ -56,26 +52,20 @@ def make_exact(model: PreTrainedModel) -> None:
             layer.support_avx512bf16_for_cpu = False
 
 
-def quantise_on_meta(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+def quantise_on_meta(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Quantise a model on meta in place, as ``from_pretrained`` does with these settings of ``BitsAndBytesConfig``.
 
     What belongs to a weight becomes buffers, so that it is counted.
     """
-    with torch.device("cpu"):
-        quantize_4bit(torch.zeros(64), compress_statistics=True)  # a table of all layers is made by the first call
-    quantizer = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(dict(settings)))
+    quantizer = AutoHfQuantizer.from_config(settings)
     quantizer.preprocess_model(model=model, device_map={"": "meta"})
     for layer in model.modules():
-        kept: list[Any] = []
-        if isinstance(layer, Linear4bit):
-            options = {name: getattr(layer.weight, name) for name in ("blocksize", "compress_statistics", "quant_type")}
-            data, state = quantize_4bit(torch.empty(layer.out_features, layer.in_features), **options)
-            layer.weight = Params4bit(data, quant_state=state, module=layer, bnb_quantized=True, **options)
-            kept = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
-        elif isinstance(layer, Linear8bitLt):
-            scales = torch.empty(layer.out_features)
-            layer.weight = Int8Params(layer.weight.data.to(torch.int8), requires_grad=False, SCB=scales)
-            kept = [scales]
-        for number, tensor in enumerate(t for t in kept if isinstance(t, Tensor)):
-            layer.register_buffer(f"statistics_{number}", tensor, persistent=False)
+        if isinstance(layer, Linear4bit | Linear8bitLt):
+            layer.weight.data = layer.weight.data.float()
+            weight = layer.weight._quantize("meta")
+            state = getattr(weight, "quant_state", weight)
+            kept = [*vars(state).values(), *vars(getattr(state, "state2", None) or state).values()]
+            for number, tensor in enumerate(t for t in kept if isinstance(t, Tensor)):
+                layer.register_buffer(f"statistics_{number}", tensor, persistent=False)
+    name2qmap.clear()  # a table on meta, which a real model would be given
     quantizer.postprocess_model(model)

@@ -131,11 +131,10 @@ def make_policy(
         kwargs = {name: value for name, value in given if value not in (None, neutral.get(name))}
         dtype = str(kwargs.pop("dtype" if "dtype" in kwargs else "torch_dtype", "float32")).removeprefix("torch.")
         attention = kwargs.pop("attn_implementation", "auto")
-        quantization = kwargs.pop("quantization_config", None)
-        for name in kwargs:
+        for name in kwargs.keys() - {"quantization_config"}:
             allowed = "dtype (or torch_dtype), attn_implementation and quantization_config alone"
             raise InputError("model_init_kwargs", name, allowed)
-        backbone = Backbone.load(str(model), dtype, attention=attention, quantization_config=quantization)
+        backbone = Backbone.load(str(model), dtype, attention=attention, **kwargs)
     elif isinstance(model, PreTrainedModel | PeftModel):
         backbone = Backbone(model, tokenizer or _tokenizer_of(model))
     else:

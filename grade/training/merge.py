@@ -23,7 +23,6 @@ from grade.files import read_json, write_json
 from grade.models.adapter import ADAPTER_FILES, check_base, has_lora, load_adapter
 from grade.models.backbone import DTYPES
 from grade.models.base import head_of
-from grade.models.parameters import keep_fingerprint
 from grade.models.token_bias import BIAS_FILE, base_of_bias, saved_bias
 
 LOGIT_BIAS_FILE = "logit_bias.json"
@@ -62,10 +61,6 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> M
     own = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(adapter if own else base, trust_remote_code=False)
     kind = model.dtype if dtype is None else DTYPES[dtype]
-    quantised = getattr(model, "is_quantized", False)
-    if quantised:
-        keep_fingerprint(model)  # of what the adapter was trained on
-        model = model.dequantize(torch.float32)
     if model.dtype != torch.float64:
         model.float()
     values = saved_bias(adapter, len(model.get_output_embeddings().weight))
@@ -73,7 +68,7 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> M
     if lora:
         model = load_adapter(model.eval(), adapter).merge_and_unload()
     place = None if values is None else add_token_bias(model, values)
-    model.to(kind).save_pretrained(output, save_original_format=not quantised)  # else as 4 bits, which it is no more
+    model.to(kind).save_pretrained(output)
     tokenizer.save_pretrained(output)
     if place == "sequence_bias":
         write_json(output / LOGIT_BIAS_FILE, logit_bias(values))

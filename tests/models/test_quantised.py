@@ -6,8 +6,9 @@ import pytest
 import torch
 from conftest import EOS, ToyReward, gradient, make_prompts, perturb_adapter, tiny_config
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
+from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.learner import StepContext
@@ -20,9 +21,9 @@ from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.parameters import flatten
 from grade.training.config import GradeConfig
 from grade.training.loop import GradeTrainer
-from grade.training.merge import merge
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -95,55 +96,42 @@ def test_samples_and_gradients_are_those_of_the_dequantised_base(folder, setting
     assert (got - want).norm() <= 1e-4 * want.norm()
 
 
-def words(rows):
-    return [{"prompt": row} for row in rows]
-
-
-def script(folder, output, model=None, **options):
-    """A user's: TRL's front page with a quantised base."""
-    values = dict(
-        method="rloo", max_steps=2, max_completion_length=4, num_generations=2, per_device_train_batch_size=4,
-        save_steps=1, use_cpu=True, disable_tqdm=True, raw_prompts=True,
+def trained(model, output, bf16, checkpoint=None, **options):
+    """The policy of a user's script, as on TRL's front page, with a quantised base."""
+    config = GradeConfig(
+        str(output), method="rloo", max_steps=2, max_completion_length=4, num_generations=2, bf16=bf16,
+        per_device_train_batch_size=4, save_steps=1, use_cpu=True, disable_tqdm=True, raw_prompts=True, **options,
     )  # fmt: skip
-    config = GradeConfig(str(output), **values | options)
 
     def length(completions, **_):
         return [float(len(text)) for text in completions]
 
-    return GradeTrainer(
-        model or str(folder), length, config, words(["The film was", "Her new drama"]), peft_config=None
-    )
+    rows = [{"prompt": "The film was"}, {"prompt": "Her new drama"}]
+    trainer = GradeTrainer(model, length, config, rows)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    return trainer.backbone
 
 
-@pytest.mark.parametrize("settings", SETTINGS[1:], ids=str)
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_run_is_saved_continued_and_loaded_with_the_same_bits(base, tmp_path, settings, bf16):
-    given = {"quantization_config": BitsAndBytesConfig(**settings)}
-    whole = script(base, tmp_path / "whole", model_init_kwargs=given, bf16=bf16)
-    whole.train()
-    cut = script(base, tmp_path / "cut", model_init_kwargs=given, bf16=bf16)
-    cut.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-1")
-    loaded = Backbone.load(base, adapter=tmp_path / "whole" / "checkpoint-2", quantization_config=settings)
-    object_ = script(base, tmp_path / "object", quantised(base, settings), bf16=bf16)
-    object_.train()
-    policies = [trainer.backbone for trainer in (whole, cut, object_)] + [loaded]
-    expected, *others = [torch.cat([p.flatten() for p in policy.trainable_parameters()]) for policy in policies]
-    assert all(torch.equal(expected, other) for other in others) and any(p.any() for p in expected)
-
-
-def test_a_quantised_folder_merges_into_the_weights_it_stands_for(base, tmp_path):
-    model = quantised(base, SETTINGS[0])
-    model.save_pretrained(tmp_path / "4bit")
-    Backbone.load(base).tokenizer.save_pretrained(tmp_path / "4bit")
-    trainer = script(tmp_path / "4bit", tmp_path / "run")
-    trainer.train()
-    assert isinstance(trainer.backbone.model.model.layers[0].mlp.up_proj, bnb.nn.Linear4bit)
-    merge(tmp_path / "run" / "checkpoint-2", tmp_path / "merged")
-    ids = torch.arange(3, 9).view(1, -1)
-    with torch.no_grad():
-        want = trainer.backbone.model(ids).logits
-        got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
-    torch.testing.assert_close(got, want)
+@pytest.mark.parametrize("settings", SETTINGS[1:], ids=str)
+def test_a_run_has_the_same_bits_by_name_by_object_from_a_folder_and_continued(base, tmp_path, settings, bf16):
+    quantised(base, settings).save_pretrained(tmp_path / "stored")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "stored")
+    by_name = dict(model_init_kwargs={"quantization_config": BitsAndBytesConfig(**settings)})
+    run = tmp_path / "run"
+    policies = [
+        trained(str(base), run, bf16, **by_name),
+        trained(str(base), run, bf16, run / "checkpoint-1", **by_name),
+        trained(quantised(base, settings), tmp_path / "object", bf16),
+        trained(str(tmp_path / "stored"), tmp_path / "folder", bf16),
+        Backbone.load(base, adapter=run, quantization_config=settings),
+    ]
+    expected, *others = [flatten(policy.trainable_parameters()) for policy in policies]
+    assert all(torch.equal(expected, other) for other in others)
+    assert any(".lora_B." in name and p.any() for name, p in policies[0].model.named_parameters())
+    with pytest.raises(InputError, match="a base with other weights"):
+        Backbone.load(base, adapter=run)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
