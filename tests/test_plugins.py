@@ -10,7 +10,7 @@ import grade
 
 PLUGINS = (
     "training/teacher.py", "training/teacher_settings.py", "training/auto.py", "training/served.py",
-    "training/served_settings.py", "models/sharded.py", "rewards/classifier.py", "data/texts.py",
+    "training/served_settings.py", "models/sharded.py", "models/quantised.py", "rewards/classifier.py", "data/texts.py",
     "training/tilt.py", "training/fit_bias.py", "gradients/tilt.py", "gradients/straight_through.py",
     "gradients/unrolled.py", "entropy", "memory", "cli",
 )  # fmt: skip

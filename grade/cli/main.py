@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # what reads the output has ended, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         process = f" (process {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
         print(f"grade {argv[0]}{process}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ BASE_FILE = "base_fingerprint.json"
 _UNCHANGED = (True, False, "gaussian", "orthogonal", "eva")
 """``init_lora_weights`` values that leave the base as it is."""
 
-FOLDED_TYPES = (torch.float32, torch.float64)
-"""Types of a base whose adapter is folded: rounding ``W + B A`` to 8 bits would lose the adapter."""
+_FOLDED_TYPES = (torch.float32, torch.float64)
 _NOISE, _SHARE, _TOKENS = 0.1, 0.1, 5
 """Of the check that folding is exact: size of its adapter against the weights', largest difference against the
 adapter's effect, and tokens. A layer that is left out has a larger share; rounding, TF32 included, a smaller."""
@@ -148,6 +147,11 @@ def saved_values(model: PeftModel, folder: str | Path) -> list[Tensor]:
     return [saved[name.replace(mark, "")].to(p) for name, p in named]
 
 
+def foldable(model: nn.Module) -> bool:
+    """Whether no adapted weight is of half precision or quantised: rounding ``W + B A`` would lose the adapter."""
+    return all(layer.get_base_layer().weight.dtype in _FOLDED_TYPES for _, layer in _lora_layers(model))
+
+
 @contextlib.contextmanager
 def folded(model: nn.Module, report: Callable[[list[Tensor]], None] | None = None) -> Iterator[None]:
     """Within this context each adapted weight is ``W + scale * B A``; afterwards it is W again, bit by bit.
@@ -248,7 +252,7 @@ def _checked(peft: PeftModel) -> PeftModel:
     model = peft.get_base_model()
     shared = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     for name, layer in _lora_layers(peft):
-        if not isinstance(layer, Linear):
+        if not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
             raise InputError("lora.target_modules", name, "linear layers, not parameters such as fused experts")
         if id(layer.get_base_layer().weight) in shared:
             allowed = "layers other than the head and the embedding, which policy, reference and reward share"
@@ -262,7 +266,7 @@ def _check_folding(peft: PeftModel) -> None:
     """Refuse an adapter with whose folded weights the logits are not those with the adapter beside them."""
     model, generator = peft.get_base_model(), torch.Generator().manual_seed(0)
     table = model.get_input_embeddings().weight
-    if table.is_meta or isinstance(table, FakeTensor) or table.dtype not in FOLDED_TYPES:
+    if table.is_meta or isinstance(table, FakeTensor) or not foldable(peft):
         return
     ids = torch.arange(1, 1 + _TOKENS, device=table.device).remainder(len(table)).view(1, -1)
 

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grade.models.head import EmbeddingTable, Head
 from grade.models.prompts import position_ids
+from grade.plugins import QUANTISED, import_object
 
 
 class _WatchedCache(DynamicCache):
@@ -43,6 +44,8 @@ class FrozenBase(nn.Module):
         # wrong tokens on B200 (issue 193893). Torch's other kernels are right, and the ones that traces know.
         torch.backends.cuda.enable_cudnn_sdp(False)
         _freeze(model)
+        if getattr(model, "quantization_method", None) == "bitsandbytes":
+            import_object(QUANTISED)(model)
         self.model, self.tokenizer = model, tokenizer
         self.decoder = model.base_model
         self.ref_head = head_of(model)

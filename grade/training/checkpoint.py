@@ -55,7 +55,7 @@ def step_of(checkpoint: str | Path) -> int:
 
 def settings_of(config: GradeConfig) -> dict[str, Any]:
     """Settings that decide a run's result, as JSON."""
-    settings = config.model_dump(mode="json", exclude=FREE)
+    settings = config.model_dump(mode="json", exclude=FREE, fallback=str)
     return settings | {"gradient_accumulation_steps": config.microbatches}  # on however many processes
 
 

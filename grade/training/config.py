@@ -86,7 +86,7 @@ class GradeConfig(MethodConfig):
     bf16: bool = Field(False, description="the base in bfloat16")
     use_cpu: bool = Field(False, description="train on the CPU where there is a GPU")
     model_init_kwargs: dict[str, Any] | None = Field(
-        None, description="for a model given by name: dtype, attn_implementation"
+        None, description="for a model given by name: dtype, attn_implementation, quantization_config"
     )
 
     eval_strategy: Literal["no", "steps"] = Field("no", description="evaluate every eval_steps, or not")
@@ -190,6 +190,9 @@ class TrainConfig(GradeConfig):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field("float32", description="type of the base")
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention implementation; auto: the model's default"
+    )
+    quantization_config: dict[str, Any] | None = Field(
+        None, description="of bitsandbytes, such as {load_in_4bit: true}; null: the base as its folder has it"
     )
     lora: LoraSettings = Field(LoraSettings(), description="the adapter, where it is a new one")
     adapter: Text = Field(
