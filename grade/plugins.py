@@ -21,8 +21,8 @@ REWARDS = {"hf": "grade.rewards.classifier:classifier_reward"}
 """Makers of rewards, by what stands before the colon of a reward's name."""
 REWARD_FOLDER = "grade.rewards.model:load_reward"
 """Reads a folder that ``grade reward`` wrote."""
-SELF_CERTAINTY = "grade.rewards.certainty:CertaintyReward"
-"""The policy's own certainty as a reward."""
+OWN_REWARDS = {"self_certainty": "grade.rewards.certainty:CertaintyReward"}
+"""Rewards that a name alone stands for: the policy's own certainty."""
 JUDGE = "grade.rewards.gold:GoldJudge.load"
 """Reads the judge that training never sees."""
 ESTIMATORS: dict[str, str] = {

@@ -16,6 +16,9 @@ from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
 from grade.models.scoring import predicting_hidden
 
+OWN_RATE = 1e-3
+"""AdamW learning rate of what a method trains beside the adapter, such as a value head."""
+
 
 @dataclass(frozen=True)
 class Completions(Rows):

@@ -64,7 +64,7 @@ METHODS: dict[str, Method] = {
         )
         for name, relaxed in RELAXED.items()
     },
-    "reinforce": Method(f"{_SETTINGS}:ReinforceSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "reinforce": Method(f"{_SETTINGS}:SampledSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "rloo": Method(f"{_SETTINGS}:GroupSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "remax": Method(f"{_SETTINGS}:RemaxSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
     "grpo": Method(f"{_SETTINGS}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),

@@ -163,16 +163,14 @@ class PolicyGradient(Learner):
             number = self._spread(microbatches)
             parts = [experience[start : start + number] for start in range(0, len(experience), number)]
             experience = [seen for part in parts for seen in self._compared(part, objective)]
-        elif self.config.whiten_advantages:
+        else:
             experience = self._whitened(experience, objective, context)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
-        minibatches = getattr(self.config, "minibatches", 1)
-        for update in range(self.config.updates):
+        for _ in range(self.config.updates):
             for p in inputs:
                 p.grad = None
             for seen in experience:
-                rows = seen[update % minibatches :: minibatches]
-                loss = self._loss(self._terms(rows.completions, rows.reference), rows, objective)
+                loss = self._loss(self._terms(seen.completions, seen.reference), seen, objective)
                 (loss * (1 / context.microbatches)).backward(inputs=inputs)
             context.apply()
         return [_result(seen) for seen in experience]
@@ -197,7 +195,7 @@ class PolicyGradient(Learner):
     ) -> tuple[Tensor, Tensor]:
         """Advantages and targets [B, T]: 0 and the value itself where a completion was not scored."""
         rewards = losses.token_rewards(reward.nan_to_num(0.0), kl, scored, objective.beta).nan_to_num(0.0)
-        advantages, targets = losses.gae(rewards, values, scored, self.config.gamma, self.config.gae_lambda)
+        advantages, targets = losses.gae(rewards, values, scored)
         return advantages, torch.where(scored.bool(), targets, values)
 
     def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, ...]:
@@ -247,7 +245,7 @@ class PolicyGradient(Learner):
             ]
             advantages = losses.grpo(torch.cat(returns).view(-1, group), self.normalize_std).flatten().split(sizes)
         elif self.method.running_mean:
-            baseline = losses.ema_baseline(self.means, self.config.baseline_momentum)
+            baseline = losses.ema_baseline(self.means)
             advantages = [losses.above(part.returns, baseline, part.reward.dtype) for part in parts]
         else:
             group = min(group, len(parts[0].returns))

@@ -33,9 +33,8 @@ OPTIMIZER_FILE, SCHEDULER_FILE, LEARNER_FILE = "optimizer.pt", "scheduler.pt", "
 REFERENCE_FILE = "reference.safetensors"
 LOG_FILE, STATE_FILE = "trainer_state.json", "grade_state.json"
 FREE = {
-    "output_dir", "report_to", "disable_tqdm", "base_name", "samples", "log_completions", "use_cpu",
-    "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "eval_on_start",
-    "sampler", "sampler_folder",
+    "output_dir", "report_to", "base_name", "samples", "log_completions", "use_cpu",
+    "save_strategy", "save_steps", "save_total_limit", "sampler", "sampler_folder",
 }  # fmt: skip
 """Settings that change no result: they may differ when a run is continued."""
 LENGTH = ("max_steps", "num_train_epochs")

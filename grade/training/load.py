@@ -103,14 +103,14 @@ def make_policy(
     model: str | Path | PreTrainedModel | PeftModel | Backbone,
     tokenizer: PreTrainedTokenizerBase | None = None,
     peft_config: LoraConfig | None = None,
-    init_kwargs: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
     seed: int = 0,
     train_bias: bool = False,
 ) -> Backbone:
     """A frozen base with an adapter to train, from whatever a user has.
 
     Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`; ``seed``
-    initialises it. ``init_kwargs`` are for a model given by name. With ``train_bias`` the token bias is trained too; a
+    initialises it. ``dtype`` is that of a model given by name. With ``train_bias`` the token bias is trained too; a
     `Backbone` with a token bias then needs no adapter.
     """
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -119,21 +119,12 @@ def make_policy(
         raise InputError("peft_config", type(peft_config).__name__, "a LoraConfig")
     if peft_config is not None and isinstance(model, Backbone | PeftModel):
         raise InputError("peft_config", "given", f"none: the {type(model).__name__} has an adapter, which is continued")
-    if init_kwargs and not isinstance(model, str | Path):
-        raise InputError("model_init_kwargs", dict(init_kwargs), f"none: the {type(model).__name__} is loaded already")
     if isinstance(model, Backbone):
         if model.peft is None and model.token_bias is None and not train_bias:
             raise InputError("model", "a backbone without an adapter", "one made with lora=LoraSettings(...)")
         return _with_bias(model, train_bias)
     if isinstance(model, str | Path):
-        neutral = {"revision": "main", "trust_remote_code": False}  # which TRL's scripts give
-        given = (init_kwargs or {}).items()
-        kwargs = {name: value for name, value in given if value not in (None, neutral.get(name))}
-        dtype = str(kwargs.pop("dtype" if "dtype" in kwargs else "torch_dtype", "float32")).removeprefix("torch.")
-        attention = kwargs.pop("attn_implementation", "auto")
-        for name in kwargs:
-            raise InputError("model_init_kwargs", name, "dtype (or torch_dtype) and attn_implementation alone")
-        backbone = Backbone.load(str(model), dtype, attention=attention)
+        backbone = Backbone.load(str(model), dtype)
     elif isinstance(model, PreTrainedModel | PeftModel):
         backbone = Backbone(model, tokenizer or _tokenizer_of(model))
     else:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
     from grade.training.config import TrainConfig
 
-UNSAVED = {"save_strategy": "no", "load_best_model_at_end": False}
-"""Settings where there are no checkpoints."""
 SMALLEST_WIDTH = 1024
 """Hidden size from which threads help on a CPU: below, they wait for each other. SmolLM2 (576) trains no faster on two
 cores than on one, and three times slower where two processes share them."""
@@ -108,10 +106,9 @@ def run_training(
     ``log`` receives one line per row of the log. Without ``output_dir`` no checkpoints and tables of text are written.
     """
     with tempfile.TemporaryDirectory() if output_dir is None else nullcontext(str(output_dir)) as place:
-        saved = {} if output_dir else UNSAVED
-        own_lines = log is None and output_dir is not None
-        trainer = _trainer(config, task, task.train_prompts, place, disable_tqdm=not own_lines, **saved)
-        if not own_lines:
+        saved = {} if output_dir else {"save_strategy": "no"}
+        trainer = _trainer(config, task, task.train_prompts, place, **saved)
+        if log is not None or output_dir is None:
             trainer.remove_callback(Lines)
         if log is not None:
             trainer.add_callback(Lines(trainer.evaluations, log))
@@ -130,8 +127,7 @@ def run_training(
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     """Evaluate a task's policy on its first n held-out prompts, as its training run does; KL is to the bare base."""
     with tempfile.TemporaryDirectory() as place:
-        quiet = UNSAVED | {"disable_tqdm": True, "report_to": "none"}
-        trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
+        trainer = _trainer(config, task, [], place, final_eval_prompts=n, save_strategy="no", report_to="none")
         trainer.remove_callback(Lines)
         trainer.backbone.set_reference({})  # or the policy would be measured against itself
         trainer.evaluate()
