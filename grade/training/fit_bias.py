@@ -113,10 +113,10 @@ def fit_bias(
     texts: str | Path | Iterable[Mapping[str, Any]] | None = None,
     args: GradeConfig | None = None,
 ) -> BiasFit:
-    """Give a policy the token bias that a reward calls for, at a KL to the reference.
+    """Give a policy the token bias that a reward calls for, at a KL to the policy as given, which is the reference.
 
     Args:
-        policy: The policy. Its bias is set, which `Backbone.save_adapter` then saves.
+        policy: The policy. The bias is added to the one that it has; `Backbone.save_adapter` then saves the sum.
         reward: A reward or a list of them, as for `grade.training.loop.GradeTrainer`.
         prompts: Training prompts: texts, or rows with a ``prompt``.
         target_kl: In nats per completion; None: that of ``args``, else `TARGET_KL`.
@@ -139,6 +139,7 @@ def fit_bias(
     """
     config = args or GradeConfig()
     policy, target = policy.view(None, config.temperature), target_kl or config.target_kl or TARGET_KL
+    policy.set_reference(policy.policy_values())
     rewards = make_rewards(reward, policy, config.reward_weights, None, config.reward_scope)
     objective = Objective(rewards, 0.0, config.reward_scope)
     most, least = config.max_completion_length, config.min_completion_length
@@ -183,7 +184,8 @@ def fit_bias(
     values = values.to(policy.device)
 
     few = judged[:: len(judged) // OWN[0]]
-    policy.set_token_bias(torch.zeros(vocab))
+    if policy.token_bias is None:
+        policy.set_token_bias(torch.zeros(vocab))
     set_length(policy, BatchKL(policy, _batches(few), least), values, target, CLOSE)
     for size in OWN[:-1]:
         batch = BatchKL(policy, _batches(sampled(drawn(size), rewards=None)), least)
@@ -198,7 +200,8 @@ def fit_bias(
 
     with torch.no_grad(), policy.reference():
         hidden = predicting_hidden(policy, few.prompts, few.ids)[few.mask.bool()]
-    length = float(policy.token_bias.norm() / values.norm().clamp(min=1e-30))
+    added = policy.token_bias - policy.reference_bias()
+    length = float(added.norm() / values.norm().clamp(min=1e-30))
     predicted = tilted(policy.ref_head, hidden, values, [length * share for share in LENGTHS]) / len(few)
     frontier = [{"kl": kl, "gain": slope * gain} for kl, gain in predicted.tolist()]
     seen = judged.ids[judged.mask.bool()].bincount(minlength=vocab) > 0
