@@ -219,7 +219,7 @@ def check_base(model: PreTrainedModel, folder: str | Path) -> None:
     """Refuse an adapter with the fingerprint of another base; one that plain PEFT wrote has none."""
     path = Path(folder) / BASE_FILE
     if path.is_file() and not same_base(read_json(path), fingerprint(model)):
-        base = model.config._name_or_path or type(model).__name__
+        base = model.config.name_or_path or type(model).__name__
         allowed = f"an adapter of {base}: it was trained on a base with other weights ({BASE_FILE})"
         raise InputError("adapter", str(folder), allowed)
 

@@ -276,7 +276,7 @@ class Backbone(FrozenBase):
         if self.token_bias is None:
             remove(folder / BIAS_FILE)  # of a policy that was there before
         else:
-            save_bias(self.token_bias, folder, self.base_name or self.model.config._name_or_path)
+            save_bias(self.token_bias, folder, self.base_name or self.model.config.name_or_path)
         write_fingerprint(self.model, folder)
 
     def restore(self, folder: str | Path) -> None:

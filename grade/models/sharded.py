@@ -188,7 +188,7 @@ def _name_recorded_outputs(decoder: nn.Module) -> None:
     with contextlib.suppress(ImportError, AttributeError):  # versions of transformers that do not look
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-        _CAN_RECORD_REGISTRY[decoder] = decoder._can_record_outputs
+        _CAN_RECORD_REGISTRY[decoder] = decoder.can_record_outputs
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

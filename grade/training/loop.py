@@ -485,7 +485,7 @@ class GradeTrainer:
             self.backbone.save_adapter(folder)
             card = model_card(
                 self.config, *self.saved_ends(), name=folder.resolve().name, method=self.config.method,
-                base=getattr(self.backbone.model.config, "_name_or_path", ""), rewards=self.rewards.names,
+                base=self.backbone.model.config.name_or_path, rewards=self.rewards.names,
                 prompts=f"{self.rows} rows", steps=self.state.global_step, chosen=self.chosen,
             )  # fmt: skip
             write_text(folder / "README.md", card)
