@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grade.config import Config
@@ -53,19 +53,6 @@ def command(
         return execute
 
     return registered
-
-
-def assignments(words: Sequence[str]) -> list[str]:
-    """``key=value`` of each ``--key value``, ``--key=value`` and ``--key``, which is true."""
-    words, found = list(words), []
-    while words:
-        key, equals, value = words.pop(0).partition("=")
-        if not key.startswith("--"):
-            raise ValueError(f"unrecognized argument: {key}")
-        if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
-        found.append(f"{key[2:].replace('-', '_')}={value}")
-    return found
 
 
 def print_metrics(metrics: Mapping[str, object]) -> None:

@@ -43,7 +43,7 @@ from grade.models.scoring import hidden_logps, kl_and_entropy
 
 
 @dataclass(frozen=True)
-class PolicyGradientMethod:
+class _Kind:
     """A policy gradient."""
 
     grouped: bool = False  # whether the baseline is the mean of the prompt's other completions
@@ -53,12 +53,12 @@ class PolicyGradientMethod:
     running_mean: bool = False  # whether the baseline is an average of earlier steps' returns
 
 
-POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
-    "reinforce": PolicyGradientMethod(running_mean=True),
-    "rloo": PolicyGradientMethod(grouped=True),
-    "remax": PolicyGradientMethod(greedy=True),
-    "grpo": PolicyGradientMethod(grouped=True, clipped=True),
-    "ppo": PolicyGradientMethod(clipped=True, value_head=True),
+POLICY_GRADIENT_METHODS: dict[str, _Kind] = {
+    "reinforce": _Kind(running_mean=True),
+    "rloo": _Kind(grouped=True),
+    "remax": _Kind(greedy=True),
+    "grpo": _Kind(grouped=True, clipped=True),
+    "ppo": _Kind(clipped=True, value_head=True),
 }
 
 

@@ -80,16 +80,7 @@ class GroupSettings(SampledSettings):
     num_generations: Annotated[int, Field(ge=2)] = Field(8, description="completions of each prompt, G")
 
 
-class RemaxSettings(SampledSettings):
-    """Settings of `remax`."""
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """Completions that are generated and scored for each prompt, the greedy one included."""
-        return self.num_generations + 1
-
-
-class ClippedSettings(Config):
+class _ClippedSettings(Config):
     """Settings of methods that may update several times per step."""
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="clip range of the probability ratio")
@@ -101,15 +92,15 @@ class ClippedSettings(Config):
         return self.passes_per_step
 
 
-class GRPOSettings(ClippedSettings, GroupSettings):
-    """Settings of `grpo`."""
+class GRPOSettings(_ClippedSettings, GroupSettings):
+    """Settings of `grpo`, and of the methods that ``auto`` may stand for."""
 
     scale_rewards: Literal["group", "none"] = Field(
         "none", description="group divides advantages by the group's standard deviation, as published; biased"
     )
 
 
-class PPOSettings(ClippedSettings, SampledSettings):
+class PPOSettings(_ClippedSettings, SampledSettings):
     """Settings of `ppo`."""
 
     passes_per_step: Annotated[int, Field(ge=1)] = Field(4, description="passes over a step's completions")

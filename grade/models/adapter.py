@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from grade.errors import InputError
-from grade.files import read_json, write_json
+from grade.files import read_json
 from grade.models.compatibility import rounds_coarsely
 from grade.models.lora import LoraSettings
 from grade.models.parameters import fingerprint, restoring, same_base
@@ -123,11 +123,6 @@ def _without_old_names() -> Iterator[None]:
 def has_lora(folder: str | Path) -> bool:
     """Whether a folder holds a saved adapter of layers."""
     return (Path(folder) / ADAPTER_FILES[0]).is_file()
-
-
-def write_fingerprint(model: PreTrainedModel, folder: Path) -> None:
-    """Write ``base_fingerprint.json`` beside a saved adapter."""
-    write_json(folder / BASE_FILE, fingerprint(model), 2, sort_keys=True)
 
 
 def restore_adapter(model: PeftModel, folder: str | Path) -> None:

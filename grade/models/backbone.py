@@ -31,8 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.files import remove, require_source
+from grade.files import remove, require_source, write_json
 from grade.models.adapter import (
+    BASE_FILE,
     FOLDED_TYPES,
     LoraSettings,
     check_base,
@@ -44,12 +45,12 @@ from grade.models.adapter import (
     refuse_adapted,
     restore_adapter,
     save_active,
-    write_fingerprint,
 )
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_loaded, probe
 from grade.models.gather import whole
 from grade.models.head import Head, wide
+from grade.models.parameters import fingerprint
 from grade.models.token_bias import BIAS_FILE, TokenBias, save_bias, saved_bias
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -277,7 +278,7 @@ class Backbone(FrozenBase):
             remove(folder / BIAS_FILE)  # of a policy that was there before
         else:
             save_bias(self.token_bias, folder, self.base_name or self.model.config.name_or_path)
-        write_fingerprint(self.model, folder)
+        write_json(folder / BASE_FILE, fingerprint(self.model), 2, sort_keys=True)
 
     def restore(self, folder: str | Path) -> None:
         """Give the policy the values that `save_adapter` wrote of it, in place."""

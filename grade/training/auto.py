@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from grade.training.config import GradeConfig
 
 
-class AutoSettings(GRPOSettings):
-    """Settings of the methods that ``auto`` may stand for."""
-
-
 def choose_method(config: GradeConfig, others: bool) -> tuple[dict[str, str], str]:
     """The settings that ``auto`` stands for, with the reason in one line.
 

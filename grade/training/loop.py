@@ -44,7 +44,7 @@ from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
-from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, restore_best, save_checkpoint
+from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, save_checkpoint
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.load import checked_rows, make_policy, place_policy
@@ -223,7 +223,7 @@ class GradeTrainer:
             if self.sampler is not None:
                 self.sampler.close()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            restore_best(self.backbone, self.state.best_model_checkpoint)
+            self.backbone.restore(self.state.best_model_checkpoint)
             best = Path(self.state.best_model_checkpoint).name
             self.choose("policy", f"that of {best}, whose {self.config.metric_for_best_model} is the best")
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
