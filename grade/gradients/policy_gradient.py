@@ -32,13 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grade.gradients import losses
-from grade.gradients.learner import Completions, Learner, Microbatch, StepContext, prompts_of
+from grade.gradients.learner import Learner, Microbatch, StepContext, prompts_of
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, relative, sequence_mean
 from grade.gradients.settings import GRPOSettings
 from grade.models.backbone import Backbone
+from grade.models.batch import Completions, PromptBatch
 from grade.models.head import wide
-from grade.models.prompts import PromptBatch, Rows
 from grade.models.scoring import hidden_logps, kl_and_entropy
 
 
@@ -63,7 +63,7 @@ POLICY_GRADIENT_METHODS: dict[str, _Kind] = {
 
 
 @dataclass(frozen=True)
-class _Experience(Rows):
+class _Experience:
     """Completions with everything that an update treats as constant."""
 
     completions: Completions
@@ -141,7 +141,7 @@ class PolicyGradient(Learner):
         The completions are samples of the current policy.
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
-        reward = scored_rewards(self.backbone, *completions.text, objective)
+        reward = self.rewards_of(*completions.text, objective)
         terms = self._terms(completions, None)
         (seen,) = self._compared([self._experience(completions, objective, terms, reward)], objective)
         (self._loss(terms, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
@@ -221,8 +221,8 @@ class PolicyGradient(Learner):
         logps, kl, hidden, reference, entropy = terms
         logps, kl, mask = logps.detach(), kl.detach(), completions.mask
         if reward is None:
-            reward = scored_rewards(self.backbone, *completions.text, objective)
-        returns = penalised(reward, kl, mask, objective.beta)
+            reward = self.rewards_of(*completions.text, objective)
+        returns = _penalised(reward, kl, mask, objective.beta)
         check_finite(reward.nan_to_num(0.0), returns.nan_to_num(0.0))
         scores = objective.reward_model.last
         seen = _Experience(completions, reference, logps, kl, entropy, reward, scores, returns, returns)
@@ -240,7 +240,7 @@ class PolicyGradient(Learner):
             rewards = relative(torch.cat([part.reward for part in parts]).view(-1, group)).flatten()
             sizes = [len(part.reward) for part in parts]
             returns = [
-                penalised(reward, part.kl, part.completions.mask, objective.beta)
+                _penalised(reward, part.kl, part.completions.mask, objective.beta)
                 for reward, part in zip(rewards.split(sizes), parts, strict=True)
             ]
             advantages = losses.grpo(torch.cat(returns).view(-1, group), self.normalize_std).flatten().split(sizes)
@@ -258,10 +258,10 @@ class PolicyGradient(Learner):
 
     def _greedy_returns(self, prompts: PromptBatch, objective: Objective) -> tuple[Tensor, torch.dtype]:
         """Penalised returns [N, 1] of the greedy completion of each prompt, and the type of its reward."""
-        greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
+        greedy = self.sample(prompts, torch.Generator(self.backbone.device), 0.0)
         _, kl, *_ = self._terms(greedy, None)
-        reward = scored_rewards(self.backbone, *greedy.text, objective)
-        return penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1), reward.dtype
+        reward = self.rewards_of(*greedy.text, objective)
+        return _penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1), reward.dtype
 
     def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
         """Of an update, with a trained value head's; ``terms`` are those of `_terms`, with gradient."""
@@ -291,18 +291,6 @@ def _result(seen: _Experience) -> GradientStep:
     return GradientStep(ids, mask, seen.reward, seen.kl, loss, scores=seen.scores, entropy=seen.entropy)
 
 
-@torch.no_grad()
-def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Rewards [B] of completions, which must be finite; NaN where every function that is learned returned None."""
-    reward = objective.score(backbone, prompts, ids, mask)
-    scores, none = objective.reward_model.last, torch.zeros_like(reward, dtype=torch.bool)
-    if scores is not None:
-        none = reward.isnan() | torch.stack(list(scores.values.values())).isnan().all(0)
-    given = reward.masked_fill(none, 0.0)
-    check_finite(given, given)
-    return given.masked_fill(none, torch.nan)
-
-
-def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+def _penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
     """``R - beta * mean_t KL_t`` [B]."""
     return reward - beta * sequence_mean(kl, mask)

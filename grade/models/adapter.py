@@ -172,16 +172,6 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def save_active(model: PeftModel, folder: Path) -> None:
-    """Write the active adapter, and no other, as PEFT does; into the folder itself, whatever its name is."""
-    name = model.active_adapter
-    model.save_pretrained(str(folder), selected_adapters=[name])
-    if name != "default":  # PEFT makes a folder within for it
-        for path in (folder / name).iterdir():
-            path.replace(folder / path.name)
-        (folder / name).rmdir()
-
-
 def refuse_adapted(model: PreTrainedModel) -> None:
     """Refuse a base with adapter layers of its own: nothing would switch them off for the reference."""
     adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]

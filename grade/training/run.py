@@ -8,7 +8,9 @@ rewards), ``history.csv``, ``timings.csv``, ``metrics.json``, ``samples.json``, 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,7 +27,7 @@ from grade.files import atomic, remove, write_json
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.models.token_bias import BIAS_FILE
-from grade.results import peak_memory, write_results
+from grade.results import write_results
 from grade.stats import Estimate
 from grade.training.card import model_card
 from grade.training.checkpoint import (
@@ -244,9 +246,16 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
         "samples": result.history[-1]["samples"],
         "seconds": result.seconds,
         "seconds_per_step": result.seconds / result.step,
-        "peak_memory_bytes": peak_memory(backbone.device),
+        "peak_memory_bytes": _peak_memory(backbone.device),
         "dtype": str(backbone.dtype).removeprefix("torch."),
     }
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Peak memory so far, in bytes: what was allocated on a CUDA device, else the resident set with libraries."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:

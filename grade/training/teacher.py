@@ -44,12 +44,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from grade.errors import InputError
-from grade.gradients.learner import Completions, Learner
+from grade.gradients.learner import Learner
 from grade.gradients.methods import TEACHER
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.models.adapter import has_lora, saved_values
 from grade.models.backbone import Backbone, load_pretrained
 from grade.models.base import FrozenBase
+from grade.models.batch import Completions
 from grade.models.compatibility import probe
 from grade.models.head import Head, row_values, wide
 from grade.models.parameters import share_equal, trained_parameters

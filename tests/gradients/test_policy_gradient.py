@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grade.experiments.enumeration import every_completion
 from grade.gradients import losses
-from grade.gradients.learner import Completions, StepContext
+from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.policy_gradient import PolicyGradient
+from grade.models.batch import Completions
 from grade.models.head import CHUNK_ROWS, self_certainty
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate

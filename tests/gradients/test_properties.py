@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 from grade.gradients import estimators, straight_through
 from grade.gradients.estimators import RelaxationConfig
-from grade.gradients.learner import Completions, StepContext
+from grade.gradients.learner import StepContext
 from grade.gradients.methods import RELAXED, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import unrolled
+from grade.models.batch import Completions
 from grade.models.prompts import PromptBatch
 from grade.plugins import ESTIMATORS
 from grade.rewards.certainty import CertaintyReward

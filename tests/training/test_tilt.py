@@ -7,9 +7,10 @@ from transformers import TrainerCallback
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
-from grade.gradients.learner import Completions, StepContext
+from grade.gradients.learner import StepContext
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
+from grade.models.batch import Completions
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.rewards.base import Reward
