@@ -74,8 +74,8 @@ def _settings(trainer: Any) -> dict[str, Any]:
     return settings_of(trainer.given) | {"rewards": trainer.rewards.names, "rows": trainer.rows}
 
 
-def save_checkpoint(trainer: Any) -> Path:
-    """Write ``checkpoint-<step>`` below the ``output_dir`` of a `GradeTrainer`; its path."""
+def save_checkpoint(trainer: Any) -> None:
+    """Write ``checkpoint-<step>`` below the ``output_dir`` of a `GradeTrainer`; older ones go as its settings say."""
     state = trainer.state
     folder = Path(trainer.config.output_dir) / f"checkpoint-{state.global_step}"
     if state.best_global_step:
@@ -101,7 +101,7 @@ def save_checkpoint(trainer: Any) -> Path:
                 "kl_budget": trainer.steering and trainer.steering.budget.state(),
             })  # fmt: skip
     trainer.accelerator.wait_for_everyone()
-    return folder
+    _remove_older(folder, trainer.config.save_total_limit, state.best_model_checkpoint)
 
 
 def load_checkpoint(trainer: Any, folder: Path) -> None:
@@ -143,7 +143,7 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
         trainer.steering.budget.restore(saved["kl_budget"])
 
 
-def remove_older(folder: Path, limit: int | None, best: str | None) -> None:
+def _remove_older(folder: Path, limit: int | None, best: str | None) -> None:
     """Keep the newest ``limit`` checkpoints, and the best one among them."""
     if limit is None:
         return

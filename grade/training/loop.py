@@ -44,7 +44,7 @@ from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
-from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, save_checkpoint
+from grade.training.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.load import checked_rows, make_policy, place_policy
@@ -380,8 +380,7 @@ class GradeTrainer:
             if self.config.save_strategy == "best":
                 self.control.should_save = better
         if self.control.should_save:
-            folder = save_checkpoint(self)
-            remove_older(folder, self.config.save_total_limit, self.state.best_model_checkpoint)
+            save_checkpoint(self)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _log_step(self) -> None:
