@@ -21,8 +21,8 @@ REWARDS = {"hf": "grade.rewards.classifier:classifier_reward"}
 """Makers of rewards, by what stands before the colon of a reward's name."""
 REWARD_FOLDER = "grade.rewards.model:load_reward"
 """Reads a folder that ``grade reward`` wrote."""
-SELF_CERTAINTY = "grade.rewards.certainty:CertaintyReward"
-"""The policy's own certainty as a reward."""
+OWN_REWARDS = {"self_certainty": "grade.rewards.certainty:CertaintyReward"}
+"""Rewards that a name alone stands for: the policy's own certainty."""
 QUANTISED = "grade.models.quantised:make_exact"
 """Makes a function of a base that bitsandbytes quantised."""
 QUANTISE_ON_META = "grade.models.quantised:quantise_on_meta"

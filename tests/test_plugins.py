@@ -22,7 +22,7 @@ for method in ("ste", "grpo"):
     task = toy_task()
     own = dict(gumbel_topk=16) if method == "ste" else dict(num_generations=4)
     config = GradeConfig(f"runs/{method}", method=method, max_steps=2, max_completion_length=4, save_strategy="no",
-                         use_cpu=True, disable_tqdm=True, raw_prompts=True, **own)
+                         use_cpu=True, raw_prompts=True, **own)
     trainer = GradeTrainer(task.backbone, task.reward_model, config, [{"prompt": text} for text in task.train_prompts])
     trainer.train()
     assert trainer.state.global_step == 2

@@ -90,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if rest and "set" not in args:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        args.set = [*args.set, *options.assignments(rest)]
+        args.set = [*args.set, *_assignments(rest)]
     return args
 
 
@@ -98,3 +98,16 @@ def _dashed(word: str) -> str:
     """``--output-dir`` for ``--output_dir``, as other libraries write it."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def _assignments(words: Sequence[str]) -> list[str]:
+    """``key=value`` of each ``--key value``, ``--key=value`` and ``--key``, which is true."""
+    words, found = list(words), []
+    while words:
+        key, equals, value = words.pop(0).partition("=")
+        if not key.startswith("--"):
+            raise ValueError(f"unrecognized argument: {key}")
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        found.append(f"{key[2:].replace('-', '_')}={value}")
+    return found

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from grade.errors import InputError
-from grade.files import read_json, write_json
+from grade.files import read_json
 from grade.models.compatibility import rounds_coarsely
 from grade.models.lora import LoraSettings
 from grade.models.parameters import fingerprint, restoring, same_base
@@ -124,11 +124,6 @@ def has_lora(folder: str | Path) -> bool:
     return (Path(folder) / ADAPTER_FILES[0]).is_file()
 
 
-def write_fingerprint(model: PreTrainedModel, folder: Path) -> None:
-    """Write ``base_fingerprint.json`` beside a saved adapter."""
-    write_json(folder / BASE_FILE, fingerprint(model), 2, sort_keys=True)
-
-
 def restore_adapter(model: PeftModel, folder: str | Path) -> None:
     """Give the active adapter the values that a checkpoint has of it."""
     _require_lora(folder)
@@ -181,16 +176,6 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def save_active(model: PeftModel, folder: Path) -> None:
-    """Write the active adapter, and no other, as PEFT does; into the folder itself, whatever its name is."""
-    name = model.active_adapter
-    model.save_pretrained(str(folder), selected_adapters=[name])
-    if name != "default":  # PEFT makes a folder within for it
-        for path in (folder / name).iterdir():
-            path.replace(folder / path.name)
-        (folder / name).rmdir()
-
-
 def refuse_adapted(model: PreTrainedModel) -> None:
     """Refuse a base with adapter layers of its own: nothing would switch them off for the reference."""
     adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
@@ -223,7 +208,7 @@ def check_base(model: PreTrainedModel, folder: str | Path) -> None:
     """Refuse an adapter with the fingerprint of another base; one that plain PEFT wrote has none."""
     path = Path(folder) / BASE_FILE
     if path.is_file() and not same_base(read_json(path), fingerprint(model)):
-        base = model.config._name_or_path or type(model).__name__
+        base = model.config.name_or_path or type(model).__name__
         allowed = f"an adapter of {base}: it was trained on a base with other weights ({BASE_FILE})"
         raise InputError("adapter", str(folder), allowed)
 

@@ -31,8 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.files import remove, require_source
+from grade.files import remove, require_source, write_json
 from grade.models.adapter import (
+    BASE_FILE,
     LoraSettings,
     check_base,
     continued_adapter,
@@ -43,14 +44,13 @@ from grade.models.adapter import (
     new_adapter,
     refuse_adapted,
     restore_adapter,
-    save_active,
-    write_fingerprint,
 )
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_loaded, probe
 from grade.models.gather import whole
 from grade.models.head import Head, wide
-from grade.models.token_bias import BIAS_FILE, TokenBias, save_bias, saved_bias
+from grade.models.parameters import fingerprint
+from grade.models.token_bias import BIAS_FILE, TokenBias, saved_bias
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _BIAS = "token_bias"  # among values by name; all others are the adapter's
@@ -274,12 +274,17 @@ class Backbone(FrozenBase):
         """
         folder = Path(folder)
         if self.peft is not None:
-            save_active(self.peft, folder)
+            name = self.peft.active_adapter
+            self.peft.save_pretrained(str(folder), selected_adapters=[name])
+            if name != "default":  # PEFT makes a folder within for it
+                for path in (folder / name).iterdir():
+                    path.replace(folder / path.name)
+                (folder / name).rmdir()
         if self.token_bias is None:
             remove(folder / BIAS_FILE)  # of a policy that was there before
         else:
-            save_bias(self.token_bias, folder, self.base_name or self.model.config._name_or_path)
-        write_fingerprint(self.model, folder)
+            self.bias.save(folder, self.base_name or self.model.config.name_or_path)
+        write_json(folder / BASE_FILE, fingerprint(self.model), 2, sort_keys=True)
 
     def restore(self, folder: str | Path) -> None:
         """Give the policy the values that `save_adapter` wrote of it, in place."""

@@ -187,7 +187,7 @@ def name_base(backbone: Backbone, name: str | None = None) -> None:
     Without a name it is the Hugging Face id, or the absolute path of the folder that the base was read from.
     """
     config = None if backbone.peft is None else backbone.peft.peft_config[backbone.peft.active_adapter]
-    source = name or backbone.model.config._name_or_path or (config and config.base_model_name_or_path)
+    source = name or backbone.model.config.name_or_path or (config and config.base_model_name_or_path)
     if name is None and source and Path(source).is_dir():
         source = str(Path(source).resolve())
     backbone.base_name = source or ""
@@ -196,7 +196,7 @@ def name_base(backbone: Backbone, name: str | None = None) -> None:
 
 
 def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
-    name, allowed = model.config._name_or_path, "the policy's tokenizer: the model does not name a place that has one"
+    name, allowed = model.config.name_or_path, "the policy's tokenizer: the model does not name a place that has one"
     if not name:
         raise InputError("processing_class", None, allowed)
     require_source("processing_class", name, allowed)

@@ -14,8 +14,7 @@ from training.runs import in_child, settings, toy_project, wait
 from grade.errors import InputError
 from grade.gradients.methods import METHODS
 from grade.training import checkpoint
-from grade.training.checkpoint import STATE_FILE
-from grade.training.folder import last_checkpoint
+from grade.training.checkpoint import STATE_FILE, last_checkpoint
 from grade.training.loop import GradeTrainer
 from grade.training.run import train
 

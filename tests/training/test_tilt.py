@@ -7,9 +7,10 @@ from transformers import TrainerCallback
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
-from grade.gradients.learner import Completions, StepContext
+from grade.gradients.learner import StepContext
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
+from grade.models.batch import Completions
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.rewards.base import Reward
@@ -57,7 +58,7 @@ def run(folder, task, reward, steps=4, batch=64, **settings):
     config = GradeConfig(
         str(folder), max_steps=steps, max_completion_length=T, min_completion_length=T, max_prompt_length=6,
         truncation="right", per_device_train_batch_size=batch, learning_rate=1e-2, use_cpu=True, seed=0,
-        save_strategy="no", disable_tqdm=True, raw_prompts=True, kl_eval_prompts=200,
+        save_strategy="no", raw_prompts=True, kl_eval_prompts=200,
         **{"method": "tilt", **settings},
     )  # fmt: skip
     watch, rows = Watch(task.backbone), [{"prompt": text} for text in task.train_prompts]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import grade
-from grade.cli.options import command, option, values
+from grade.cli.options import command, option
 from grade.config_files import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.experiments.claims import verdict_counts
@@ -21,7 +21,7 @@ ROOT = Path(grade.__file__).parents[1]
     "notebook",
     option("notebook", help="the source notebook"),
     option("output", help="the executed copy"),
-    *values("--params", "NAME=VALUE"),
+    files="--params",
 )
 def _notebook(args: argparse.Namespace) -> None:
     """Execute the notebook; an unknown parameter is an error. Its results go beside the executed copy."""
