@@ -100,7 +100,7 @@ def trained(model, output, bf16, checkpoint=None, **options):
     """The policy of a user's script, as on TRL's front page, with a quantised base."""
     config = GradeConfig(
         str(output), method="rloo", max_steps=2, max_completion_length=4, num_generations=2, bf16=bf16,
-        per_device_train_batch_size=4, save_steps=1, use_cpu=True, disable_tqdm=True, raw_prompts=True, **options,
+        per_device_train_batch_size=4, save_steps=1, use_cpu=True, raw_prompts=True, **options,
     )  # fmt: skip
 
     def length(completions, **_):
