@@ -18,7 +18,7 @@ from grade.training.config import TrainConfig
 
 # What no result depends on: input checks, writing of files, and what only finds and starts a command.
 NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/config_files.py", "grade/files.py", "grade/results.py",
-           "grade/cli/", "grade/experiments/commands/", "grade/pipeline/")  # fmt: skip
+           "grade/cli/", "grade/pipeline/commands/", "grade/pipeline/notebook.py")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from grade.cli.main import main
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, text_windows, train_tokenizer
-from grade.experiments.base_model import pretrain
+from grade.pipeline.base_model import pretrain
 from grade.models.backbone import Backbone
 from grade.results import read_metrics
 
