@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -126,6 +127,15 @@ def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
         for word in stage.cmd.split():
             if word.startswith(roots):
                 assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"
+
+
+def test_a_stage_depends_on_the_files_that_its_parameters_name(pipeline):
+    profile, found = pipeline
+    for name, stage in found.items():
+        for file in (dep for dep in stage.deps if dep.startswith(f"params/{profile}/")):
+            for path in re.findall(r"\b(?:data|models|outputs)/[\w/-]+", str(profile_values(profile, Path(file).stem))):
+                # Of a folder of runs, those that are read.
+                assert any(covers(dep, path) or covers(path, dep) for dep in stage.deps), f"{name} reads {path}"
 
 
 # --- outputs ---
