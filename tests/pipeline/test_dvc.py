@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from grade.training.config import TrainConfig
 
 # What no result depends on: input checks, writing of files, and what only finds and starts a command.
 NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/config_files.py", "grade/files.py", "grade/results.py",
-           "grade/cli/", "grade/experiments/commands/", "grade/pipeline/")  # fmt: skip
+           "grade/cli/", "grade/pipeline/commands/", "grade/pipeline/notebook.py")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,15 @@ def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
         for word in stage.cmd.split():
             if word.startswith(roots):
                 assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"
+
+
+def test_a_stage_depends_on_the_files_that_its_parameters_name(pipeline):
+    profile, found = pipeline
+    for name, stage in found.items():
+        for file in (dep for dep in stage.deps if dep.startswith(f"params/{profile}/")):
+            for path in re.findall(r"\b(?:data|models|outputs)/[\w/-]+", str(profile_values(profile, Path(file).stem))):
+                # Of a folder of runs, those that are read.
+                assert any(covers(dep, path) or covers(path, dep) for dep in stage.deps), f"{name} reads {path}"
 
 
 # --- outputs ---

@@ -10,8 +10,8 @@ from grade.cli.options import command, option
 from grade.config_files import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.experiments.claims import verdict_counts
-from grade.experiments.report import write_report
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
+from grade.pipeline.report import write_report
 
 ROOT = Path(grade.__file__).parents[1]
 """Where the relative paths of a notebook's parameters start."""
