@@ -23,10 +23,8 @@ REWARD_FOLDER = "grade.rewards.model:load_reward"
 """Reads a folder that ``grade reward`` wrote."""
 OWN_REWARDS = {"self_certainty": "grade.rewards.certainty:CertaintyReward"}
 """Rewards that a name alone stands for: the policy's own certainty."""
-QUANTISED = "grade.models.quantised:make_exact"
-"""Makes a function of a base that bitsandbytes quantised."""
-QUANTISE_ON_META = "grade.models.quantised:quantise_on_meta"
-"""Such a base without data."""
+QUANTISED, QUANTISE_ON_META = "grade.models.quantised:make_exact", "grade.models.quantised:quantise_on_meta"
+"""Makes a function of a base that bitsandbytes quantised; and such a base without data."""
 JUDGE = "grade.rewards.gold:GoldJudge.load"
 """Reads the judge that training never sees."""
 ESTIMATORS: dict[str, str] = {

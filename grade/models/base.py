@@ -191,8 +191,7 @@ def _freeze(model: PreTrainedModel) -> None:
     experts run one by one in float64: the joint kernel knows no float64.
     """
     model.requires_grad_(False).eval()
-    owners = [*model.modules()]
-    for owner in (*owners, *(module.config for module in owners if hasattr(module, "config"))):
+    for owner in [*model.modules(), *(each.config for each in model.modules() if hasattr(each, "config"))]:
         for key, value in vars(owner).items():
             if "drop" in key and isinstance(value, float):
                 setattr(owner, key, 0.0)
