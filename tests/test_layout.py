@@ -59,7 +59,7 @@ def test_an_experiment_has_one_word_everywhere():
     notebooks = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert words - {"commands"} <= notebooks
     for word in notebooks - {"tutorial"}:
-        profile = "full" if word == "limit" else "cpu"
+        profile = "full" if word in ("limit", "beside_trl") else "cpu"
         assert (ROOT / "params" / profile / f"{word}.yaml").is_file()
     tests = [path.stem for path in (ROOT / "tests" / "experiments").glob("test_*.py")]
     for word in words - {"commands"}:
