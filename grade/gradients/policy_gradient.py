@@ -142,7 +142,7 @@ class PolicyGradient(Learner):
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
         reward = self.rewards_of(*completions.text, objective)
-        terms = self._terms(completions, None)
+        terms = self._terms(completions, None, objective.beta)
         (seen,) = self._compared([self._experience(completions, objective, terms, reward)], objective)
         (self._loss(terms, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
         return _result(seen)
@@ -170,7 +170,7 @@ class PolicyGradient(Learner):
             for p in inputs:
                 p.grad = None
             for seen in experience:
-                loss = self._loss(self._terms(seen.completions, seen.reference), seen, objective)
+                loss = self._loss(self._terms(seen.completions, seen.reference, objective.beta), seen, objective)
                 (loss * (1 / context.microbatches)).backward(inputs=inputs)
             context.apply()
         return [_result(seen) for seen in experience]
@@ -198,8 +198,11 @@ class PolicyGradient(Learner):
         advantages, targets = losses.gae(rewards, values, scored)
         return advantages, torch.where(scored.bool(), targets, values)
 
-    def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, ...]:
-        """Log-probabilities and KL [B, T], hidden states of policy and reference [B, T, D], the entropy [B, T]."""
+    def _terms(self, completions: Completions, reference: Tensor | None, beta: float = 0.0) -> tuple[Tensor, ...]:
+        """Log-probabilities and KL [B, T], hidden states of policy and reference [B, T, D], the entropy [B, T].
+
+        KL has a gradient only if it has a weight: that costs a product with the head.
+        """
         prompts, ids, mask = completions.text
         if reference is None:
             reference = self.reference(prompts, ids)
@@ -207,7 +210,8 @@ class PolicyGradient(Learner):
         # Under the distribution that was sampled from: no end-of-sequence before min_completion_length.
         least = self.config.min_completion_length
         logps = hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=least)
-        kl, entropy = kl_and_entropy(self.backbone, hidden, reference, mask)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and beta > 0):
+            kl, entropy = kl_and_entropy(self.backbone, hidden, reference, mask)
         return logps, kl, hidden, reference, entropy
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ToyReward, flat_grad, gradient, make_backbone, tiny_gpt2
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from grade.experiments.enumeration import every_completion
 from grade.gradients import losses
@@ -151,6 +152,18 @@ def test_one_pass_and_scoring_first_give_one_gradient():
         found.append(gradient(backbone))
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
+
+
+def test_kl_without_a_weight_costs_no_product_for_its_gradient():
+    backbone, flops = policy(vocab=11), []
+    own = learner(backbone, "rloo")
+    completions = own.sample(prompt().repeat(4), torch.Generator().manual_seed(0))
+    for beta in (BETA, 0.0):
+        with FlopCounterMode(display=False) as counter:
+            own.accumulate(completions, Objective(Reward(16), beta))
+        flops.append(counter.get_total_flops())
+    rows, width = completions.ids.numel(), backbone.hidden_size
+    assert flops[0] - flops[1] == 2 * rows * width * backbone.vocab_size
 
 
 def test_later_passes_clip_and_the_value_head_learns_alone():
