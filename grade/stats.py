@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from grade.errors import InputError
@@ -23,6 +24,37 @@ def jackknife_stderr(without: np.ndarray | Tensor) -> float:
     """
     rows = len(without)
     return math.sqrt((rows - 1) / rows * ((without - without.mean()) ** 2).sum())
+
+
+class Interval(NamedTuple):
+    """An estimate with its 95 % interval and jackknife standard error, where there are such; see `interval`."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    stderr: float | None = None
+
+
+def interval(values: np.ndarray, geometric: bool = False) -> Interval:
+    """Jackknife interval, by Student's quantile of R - 1, of [1 + R] values: of all rows, and with each row left out.
+
+    A geometric one is computed on the logarithm, for ratios; it has no interval if a value is not positive.
+
+    >>> x = np.array([1.0, 2.0, 6.0])                      # the mean: its jackknife is s / sqrt(n)
+    >>> mean = interval(np.array([3.0, 4.0, 3.5, 1.5]))
+    >>> mean.value, bool(np.isclose(mean.stderr, x.std(ddof=1) / 3**0.5))
+    (3.0, True)
+    """
+    rows = len(values) - 1
+    value = float(values[0])
+    if not np.isfinite(values).all() or (geometric and not (values > 0).all()):
+        return Interval(value)
+    scale = np.log(values) if geometric else values
+    stderr = jackknife_stderr(scale[1:])
+    reach = float(stdtrit(rows - 1, 0.975)) * stderr
+    ends = (scale[0] - reach, scale[0] + reach)
+    low, high = (float(np.exp(np.clip(end, -700, 700))) if geometric else float(end) for end in ends)
+    return Interval(value, low, high, stderr)
 
 
 class Estimate(NamedTuple):

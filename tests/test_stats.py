@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grade.experiments.intervals import interval
-from grade.stats import Moments
+from grade.stats import Moments, interval
 
 P = 200
 MU = torch.zeros(P, dtype=torch.float64)
