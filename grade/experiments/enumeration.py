@@ -14,13 +14,13 @@ from grade.models.prompts import PromptBatch, padded
 from grade.models.scoring import predicting_hidden
 
 
-def tiny_policy(vocab: int = 5, width: int = 16, seed: int = 0) -> Backbone:
-    """A random GPT-2 in float64 without a tokenizer; its adapter's B is not zero, and token 2 ends a completion."""
-    config = GPT2Config(vocab_size=vocab, n_embd=width, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
+def tiny_policy() -> Backbone:
+    """A random GPT-2 of five tokens in float64; its adapter's B is not zero, and token 2 ends a completion."""
+    config = GPT2Config(vocab_size=5, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
                         eos_token_id=[2], initializer_range=0.3, resid_pdrop=0.0, embd_pdrop=0.0,
                         attn_pdrop=0.0)  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         # GPT-2's weights are [in, out]: PEFT would find that out, and warn.
         lora = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -31,9 +31,9 @@ def tiny_policy(vocab: int = 5, width: int = 16, seed: int = 0) -> Backbone:
     return policy
 
 
-def random_prompts(policy: Backbone, batch: int) -> PromptBatch:
+def random_prompts(policy: Backbone, batch: int, seed: int = 0) -> PromptBatch:
     """Prompts of four random tokens, without padding."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, policy.vocab_size, (batch, 4), generator=generator)
     return PromptBatch(ids, torch.ones_like(ids))
 
