@@ -56,7 +56,7 @@ def test_worth_and_crossover_by_hand():
     assert worth == pytest.approx(18 / 3.84) and n == pytest.approx(14.8 / 0.64)
     assert cosine(RELAXED, 1) == pytest.approx(cosine(PG, worth)) and cosine(RELAXED, n) == pytest.approx(cosine(PG, n))
     # The unbiased one against itself; less noise is never overtaken; away from the truth worth is negative.
-    less, away = PG._replace(noise=PG.noise / 2), RELAXED._replace(inner=-RELAXED.inner)
+    less, away = Moments(*PG[:2], PG.noise / 2, PG.ref2), Moments(-RELAXED.inner, *RELAXED[1:])
     assert PG.worth(PG)[0] == pytest.approx(1) and away.worth(PG)[0] == pytest.approx(-worth)
     assert less.crossover(PG)[0] == math.inf and PG.crossover(less)[0] == away.crossover(PG)[0] == 0
 
