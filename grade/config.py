@@ -33,7 +33,7 @@ class _Called(type(pydantic.BaseModel)):
         try:
             return super(_Called, kind).__call__(*args, **values)
         except pydantic.ValidationError as error:
-            raise as_input_error(kind, error) from None
+            raise _as_input_error(kind, error) from None
 
 
 class Config(pydantic.BaseModel, metaclass=_Called):
@@ -90,7 +90,7 @@ class Config(pydantic.BaseModel, metaclass=_Called):
             raise InputError(f"{source}: {error.field}", error.value, error.allowed) from None
 
 
-def as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputError:
+def _as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputError:
     """The first of what pydantic found wrong with the values of a config."""
     errors = error.errors(include_url=False)
     kinds = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]  # one for each type of a union

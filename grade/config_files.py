@@ -38,7 +38,7 @@ def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = (),
         inner = content.get(section) if section else None
         _merge(values, inner if isinstance(inner, dict) else content)
     for override in overrides:
-        key, value = parse_assignment(override, "key=value, for example --set tau_start=1.0")
+        key, value = parse_assignment(override, "key=value, for example --set tau=1.0")
         for part in reversed(key.split(".")):
             value = {part: value}
         _merge(values, value)

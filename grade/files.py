@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -58,17 +57,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def hashed(*parts: Any) -> str:
-    """SHA-256 of values, in hexadecimal: of their JSON, and of the text of what JSON cannot hold."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    """A file's hash, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _STAGES = {"models/backbone": "backbone", "models/tiny": "pretrain"}

@@ -21,8 +21,10 @@ REWARDS = {"hf": "grade.rewards.classifier:classifier_reward"}
 """Makers of rewards, by what stands before the colon of a reward's name."""
 REWARD_FOLDER = "grade.rewards.model:load_reward"
 """Reads a folder that ``grade reward`` wrote."""
-SELF_CERTAINTY = "grade.rewards.certainty:CertaintyReward"
-"""The policy's own certainty as a reward."""
+OWN_REWARDS = {"self_certainty": "grade.rewards.certainty:CertaintyReward"}
+"""Rewards that a name alone stands for: the policy's own certainty."""
+QUANTISED, QUANTISE_ON_META = "grade.models.quantised:make_exact", "grade.models.quantised:quantise_on_meta"
+"""Makes a function of a base that bitsandbytes quantised; and such a base without data."""
 JUDGE = "grade.rewards.gold:GoldJudge.load"
 """Reads the judge that training never sees."""
 ESTIMATORS: dict[str, str] = {

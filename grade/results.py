@@ -13,9 +13,7 @@ import json
 import math
 import os
 import platform
-import resource
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -25,15 +23,12 @@ from grade.errors import InputError
 from grade.files import read_json, write_text
 
 if TYPE_CHECKING:
-    import torch
     from tqdm import tqdm
 
 
 Value = float | int | str | bool | None
 
 SIGNIFICANT_DIGITS = 6
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes in which the system reports peak resident memory: macOS 1, Linux 1024."""
 
 
 def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
@@ -100,15 +95,6 @@ def environment() -> dict[str, Value]:
         "threads": torch.get_num_threads(),
         "commit": _commit(),
     }
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak memory so far, in bytes: what was allocated on a CUDA device, else the resident set with libraries."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
 def timeless() -> bool:

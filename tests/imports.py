@@ -50,7 +50,7 @@ def imported_modules(tree, lookups=False):
                 if node.module == "grade":  # a public name is imported from its own module
                     found.add(grade._PUBLIC.get(alias.name, "grade"))
         elif lookups and isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)  # import_module("grade.experiments.report")
+            found.add(node.value)  # import_module("grade.pipeline.report")
     return found & set(modules())
 
 

@@ -46,7 +46,7 @@ GOOD = {
 }
 SETTINGS = [
     ("--no_such_key 1", "no_such_key: got 'no_such_key'; allowed: a known key"),
-    ("--learning_rte 1", "did you mean 'learning_rate'"), ("--set tau_strat=1", "did you mean 'tau_start'"),
+    ("--learning_rte 1", "did you mean 'learning_rate'"), ("--set supprt=1", "did you mean 'support'"),
     ("--method rloop", "did you mean 'rloo'"), ("--method 3", "method: got 3"),
     ("--hops 2", "hops: got 'hops'; allowed: a setting of this method: only gumbel, ste"),
     ("--epsilon 0.1", "only grpo, ppo, auto have epsilon"), ("--lora.rank 3", "lora.rank: got 'rank'"),
@@ -57,7 +57,6 @@ SETTINGS = [
     ("--temperature 1e-30", "temperature: got"), ("--set 'reward=[3]'", "reward.0: got 3"),
     ("--num_generations 3", "num_generations: got 3; allowed: a divisor of per_device_train_batch_size = 4"),
     ("--num_generations 1", "num_generations: got 1"), ("--min_completion_length 9", "at most max_completion_length"),
-    ("--method ppo --num_generations 1 --minibatches 3", "minibatches: got 3; allowed: a divisor"),
     ("--method ste --num_generations 1", "only"),
     ("--method ste --gumbel_topk 1", "gumbel_topk: got 1; allowed: 0 (the full vocabulary) or at least 2"),
     ("--num_generations 6 --gradient_accumulation_steps 2", "num_generations: got 6; allowed: a divisor of"),

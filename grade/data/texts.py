@@ -18,7 +18,8 @@ import torch
 from grade.data.prompts import load_rows
 from grade.errors import InputError
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens
+from grade.models.batch import Completions, PromptBatch
+from grade.models.prompts import padded, special_tokens
 from grade.models.sampling import generate
 from grade.results import progress
 
@@ -91,7 +92,7 @@ def _prompts(tokenizer: Any, pieces: Sequence[list[int]], most: int) -> list[str
 
 def score_texts(
     rows: Sequence[Row], backbone: Backbone, rewards: Any, *, completion_tokens: int, encode: Encode
-) -> ScoredTexts:
+) -> Completions:
     """Rows of `read_texts` as tokens, with rewards, float64, NaN where every function returned None.
 
     A completion of fewer than T = ``completion_tokens`` tokens gets the end of the sequence; a longer one is cut. A
@@ -106,7 +107,7 @@ def score_texts(
 def sample_texts(
     prompts: PromptBatch, backbone: Backbone, rewards: Any | None, *, completion_tokens: int,
     generator: torch.Generator, min_new_tokens: int = 0,
-) -> ScoredTexts:  # fmt: skip
+) -> Completions:  # fmt: skip
     """A completion of each prompt by ordinary sampling, with its reward as of `score_texts`; NaN without rewards."""
     drawn: list[list[int]] = []
     for start in progress(range(0, len(prompts), DRAWN), "completions", delay=WAIT):
@@ -117,14 +118,14 @@ def sample_texts(
 
 
 @torch.no_grad()
-def _scored(backbone: Backbone, rewards: Any | None, prompts: PromptBatch, completions: list[list[int]]) -> ScoredTexts:
+def _scored(backbone: Backbone, rewards: Any | None, prompts: PromptBatch, completions: list[list[int]]) -> Completions:
     prompts = prompts.to(backbone.device)
     ids, mask = padded(completions, device=backbone.device)
     values = ids.new_full(ids.shape[:1], torch.nan, dtype=torch.float64)
     for start in progress(range(0, len(ids), SCORED) if rewards is not None else (), "texts scored", delay=WAIT):
         part = slice(start, start + SCORED)
         values[part] = rewards.score(backbone, prompts[part], ids[part], mask[part]).double()
-    return ScoredTexts(prompts, ids, mask, values)
+    return Completions(prompts, ids, mask, values)
 
 
 def _completion_ids(backbone: Backbone, row: Row, most: int) -> list[int]:

@@ -33,11 +33,11 @@ _EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
 def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig) -> Gradient:
     """A function that leaves the gradient of a run's loss in ``.grad``, from prompts and a generator.
 
-    With the run's method, KL weight, microbatch size, and its first step's relaxation.
+    With the run's method, KL weight, microbatch size and relaxation.
     """
     if not config.relaxed:
         raise InputError("method", config.method, "one that relaxes tokens; without follow it is a policy gradient")
-    engine, relaxation = config.engine(), config.relaxation(0)
+    engine, relaxation = config.engine(), config.relaxation()
     objective = Objective(reward_model, config.beta, config.reward_scope)
 
     def run(prompts: PromptBatch, generator: torch.Generator) -> None:

@@ -32,9 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from grade.errors import InputError
 from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
+from grade.models.batch import PromptBatch, Rows
 from grade.models.head import Head, entropy, token_logps
 from grade.models.parameters import flatten, split_vector, trained_parameters
-from grade.models.prompts import PromptBatch, Rows
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
 from grade.results import progress

@@ -1,1 +1,1 @@
-"""What the notebooks call: a folder for each experiment."""
+"""What the experiments' notebooks call, and nothing that only a stage or a command needs."""

@@ -1,7 +1,4 @@
-"""Tiny policies of which every completion can be enumerated: the exact values that estimators are compared with.
-
-The number of completions grows as V^T, so tens of thousands at most.
-"""
+"""Tiny policies of which every completion can be enumerated: the exact values that estimators are compared with."""
 
 import itertools
 
@@ -11,23 +8,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from grade.entropy.samples import Samples
-from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, moved, trained_parameters
 from grade.models.prompts import PromptBatch, padded
 from grade.models.scoring import predicting_hidden
 
-LARGEST = 100_000
-"""Largest number of completions that is enumerated."""
 
-
-def tiny_policy(vocab: int = 5, width: int = 16, seed: int = 0) -> Backbone:
-    """A random GPT-2 in float64 without a tokenizer; its adapter's B is not zero, and token 2 ends a completion."""
-    config = GPT2Config(vocab_size=vocab, n_embd=width, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
+def tiny_policy() -> Backbone:
+    """A random GPT-2 of five tokens in float64; its adapter's B is not zero, and token 2 ends a completion."""
+    config = GPT2Config(vocab_size=5, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
                         eos_token_id=[2], initializer_range=0.3, resid_pdrop=0.0, embd_pdrop=0.0,
                         attn_pdrop=0.0)  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         # GPT-2's weights are [in, out]: PEFT would find that out, and warn.
         lora = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -55,12 +48,12 @@ def random_direction(policy: Backbone) -> Tensor:
 def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """All completions of at most ``length`` tokens, ended or cut off: ids (0 after the end) and mask, both [N, T].
 
+    N grows as ``vocab**length``.
+
     >>> ids, mask = every_completion(3, 2, (0,))
     >>> [row[: int(n)].tolist() for row, n in zip(ids, mask.sum(1))]
     [[0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]]
     """
-    if vocab ** min(length, 99) > LARGEST:
-        raise InputError("completions to enumerate", f"{vocab}^{length}", f"at most {LARGEST}")
     every = itertools.product(range(vocab), repeat=length)
     rows = sorted({row[: next((t + 1 for t, token in enumerate(row) if token in eos), length)] for row in every})
     return padded(rows)

@@ -71,7 +71,7 @@ def save_verdicts(document: str, rows: Iterable[Sequence[Any]], folder: str | Pa
     """
     claims = [as_claim(document, *row) for row in rows]
     write_claims(Path(folder) / "claims.csv", claims)
-    show_claims(claims)
+    _show_claims(claims)
 
 
 def as_claim(*values: Any) -> Claim:
@@ -83,7 +83,7 @@ def as_claim(*values: Any) -> Claim:
     return Claim.parse(row, row["claim"])
 
 
-def show_claims(claims: Iterable[Claim]) -> None:
+def _show_claims(claims: Iterable[Claim]) -> None:
     """Show claims as a table, with the number of each verdict."""
     table = claims_table(claims)
     with pd.option_context("display.max_colwidth", None, "display.max_rows", None):

@@ -17,7 +17,8 @@ from grade.rewards.fit import LabelledText, RewardConfig, TrunkSettings, train_r
 @contextlib.contextmanager
 def first_layers(backbone: Backbone, depth: int) -> Iterator[None]:
     """Within this context the base, and its final norm, read only the first ``depth`` layers."""
-    decoder, name = backbone.decoder, _layers_name(backbone)
+    decoder = backbone.decoder
+    name = "layers" if hasattr(decoder, "layers") else "h"
     every = getattr(decoder, name)
     if not 1 <= depth <= len(every):
         raise InputError("depth", depth, f"1 to {len(every)} layers")
@@ -33,26 +34,18 @@ class ShallowReward(nn.Module):
 
     def __init__(
         self, backbone: Backbone, depth: int, train_data: Sequence[LabelledText],
-        validation_data: Sequence[LabelledText], tokens: int = 64, seed: int = 0,
+        validation_data: Sequence[LabelledText], tokens: int = 64,
     ) -> None:  # fmt: skip
         super().__init__()
         fit = TrunkSettings(train_size=len(train_data), validation_size=len(validation_data), max_tokens=tokens,
                             min_tokens=min(16, tokens), eval_size=2)  # fmt: skip
-        config = RewardConfig(trunk=fit, eval_tokens=[tokens], seed=seed)
+        config = RewardConfig(trunk=fit, eval_tokens=[tokens])
         self._base, self.depth = (backbone,), depth  # in a tuple: the base's weights are not this model's
         with first_layers(backbone, depth):
-            self.model, self.accuracy = train_reward("trunk", config, backbone, train_data, validation_data)
+            self.model, _ = train_reward("trunk", config, backbone, train_data, validation_data)
         self.model.requires_grad_(False)
 
     def forward(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings [B, L, D]; see `RewardModel.forward`."""
         with first_layers(self._base[0], self.depth):
             return self.model(embeds, mask)
-
-
-def _layers_name(backbone: Backbone) -> str:
-    decoder = backbone.decoder
-    name = next((name for name in ("layers", "h") if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
-    if name is None:
-        raise InputError("backbone", type(decoder).__name__, "a model whose layers are its `layers` or `h`")
-    return name

@@ -10,27 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from grade.gradients.methods import MethodConfig
-from grade.gradients.objective import GradientStep, Objective
+from grade.gradients.objective import GradientStep, Objective, check_finite
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, Rows
+from grade.models.batch import Completions, PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import predicting_hidden
 
-
-@dataclass(frozen=True)
-class Completions(Rows):
-    """Samples of a microbatch."""
-
-    prompts: PromptBatch  # B prompts, each G times in a row
-    ids: Tensor  # completions [B, T]
-    mask: Tensor  # [B, T], 1 at a token, end-of-sequence included
-
-    @property
-    def text(self) -> tuple[PromptBatch, Tensor, Tensor]:
-        """Prompts, ids, mask."""
-        return self.prompts, self.ids, self.mask
-
-
+OWN_RATE = 1e-3
+"""AdamW learning rate of what a method trains beside the adapter, such as a value head."""
 Microbatch = tuple[PromptBatch, torch.Generator] | Completions
 
 
@@ -85,11 +72,8 @@ class Learner:
         context.apply()
         return steps
 
-    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
+    def sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         """A completion of each prompt."""
-        return self._sample(prompts, generator)
-
-    def _sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         most, least = self.config.max_completion_length, self.config.min_completion_length
         drawn = generate(self.backbone, prompts, most, generator, temperature, least, inverse=self.inverse)
         return Completions(prompts, *drawn)
@@ -108,6 +92,17 @@ class Learner:
         """The same of the frozen base, without gradient."""
         with self.backbone.reference():
             return predicting_hidden(self.backbone, prompts, ids)
+
+    @torch.no_grad()
+    def rewards_of(self, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
+        """Rewards [B] of completions, which must be finite; NaN where every function that is learned returned None."""
+        reward = objective.score(self.backbone, prompts, ids, mask)
+        scores, none = objective.reward_model.last, torch.zeros_like(reward, dtype=torch.bool)
+        if scores is not None:
+            none = reward.isnan() | torch.stack(list(scores.values.values())).isnan().all(0)
+        given = reward.masked_fill(none, 0.0)
+        check_finite(given, given)
+        return given.masked_fill(none, torch.nan)
 
     def _note(self, figures: Mapping[str, Tensor | float]) -> None:
         for name, value in figures.items():

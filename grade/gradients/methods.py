@@ -25,15 +25,15 @@ EngineName = Literal["replay", "checkpointed", "unrolled"]
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class _Relaxed:
     """A method that differentiates the reward through relaxed tokens."""
 
     estimator: str  # how tokens are relaxed
     engine: EngineName  # how the gradient is computed
 
 
-RELAXED: dict[str, Relaxed] = {name: Relaxed(name, "replay") for name in ESTIMATORS} | {
-    f"{name}_legacy": Relaxed(name, "unrolled") for name in ("gumbel", "ste")
+RELAXED: dict[str, _Relaxed] = {name: _Relaxed(name, "replay") for name in ESTIMATORS} | {
+    f"{name}_legacy": _Relaxed(name, "unrolled") for name in ("gumbel", "ste")
 }
 """The last two are the source document's: the whole graph of the rollout is kept."""
 POLICY_GRADIENTS: tuple[str, ...] = ("reinforce", "rloo", "remax", "grpo", "ppo")
@@ -44,7 +44,7 @@ FALLBACK = "rloo"
 
 
 @dataclass(frozen=True)
-class Method:
+class _Method:
     """Where a method's parts are, as import paths."""
 
     settings: str
@@ -56,22 +56,22 @@ _SETTINGS = "grade.gradients.settings"
 _RELAXED = "grade.gradients.relaxed"
 _POLICY_GRADIENT = "grade.gradients.policy_gradient"
 _TEACHER = "grade.training.teacher_settings:TeacherSettings"
-METHODS: dict[str, Method] = {
+METHODS: dict[str, _Method] = {
     **{
-        name: Method(
+        name: _Method(
             f"{_SETTINGS}:{'Replayed' if relaxed.engine == 'replay' else 'Relaxed'}Settings",
             f"{_RELAXED}:RelaxedGradient",
         )
         for name, relaxed in RELAXED.items()
     },
-    "reinforce": Method(f"{_SETTINGS}:ReinforceSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "rloo": Method(f"{_SETTINGS}:GroupSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "remax": Method(f"{_SETTINGS}:RemaxSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "grpo": Method(f"{_SETTINGS}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    "ppo": Method(f"{_SETTINGS}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
-    TILT: Method(f"{_SETTINGS}:TiltSettings", "grade.training.tilt:TiltLearner"),
-    TEACHER: Method(_TEACHER, "grade.training.teacher:TeacherGradient", rewarded=False),
-    AUTO: Method("grade.training.auto:AutoSettings"),
+    "reinforce": _Method(f"{_SETTINGS}:SampledSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "rloo": _Method(f"{_SETTINGS}:GroupSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "remax": _Method(f"{_SETTINGS}:SampledSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "grpo": _Method(f"{_SETTINGS}:GRPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    "ppo": _Method(f"{_SETTINGS}:PPOSettings", f"{_POLICY_GRADIENT}:PolicyGradient"),
+    TILT: _Method(f"{_SETTINGS}:TiltSettings", "grade.training.tilt:TiltLearner"),
+    TEACHER: _Method(_TEACHER, "grade.training.teacher:TeacherGradient", rewarded=False),
+    AUTO: _Method(f"{_SETTINGS}:GRPOSettings"),
 }
 """Every method: name, settings, learner."""
 CAPABILITIES: dict[str, str] = {
@@ -188,8 +188,8 @@ class MethodConfig(Config):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions that are generated and scored for each prompt of a step."""
-        return self.group
+        """Completions that are generated and scored for each prompt of a step, a greedy one included."""
+        return self.group + (self.method == "remax")
 
     @property
     def updates(self) -> int:

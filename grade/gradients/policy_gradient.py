@@ -32,18 +32,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grade.gradients import losses
-from grade.gradients.learner import Completions, Learner, Microbatch, StepContext, prompts_of
+from grade.gradients.learner import Learner, Microbatch, StepContext, prompts_of
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, relative, sequence_mean
 from grade.gradients.settings import GRPOSettings
 from grade.models.backbone import Backbone
+from grade.models.batch import Completions, PromptBatch
 from grade.models.head import wide
-from grade.models.prompts import PromptBatch, Rows
 from grade.models.scoring import hidden_logps, kl_and_entropy
 
 
 @dataclass(frozen=True)
-class PolicyGradientMethod:
+class _Kind:
     """A policy gradient."""
 
     grouped: bool = False  # whether the baseline is the mean of the prompt's other completions
@@ -53,17 +53,17 @@ class PolicyGradientMethod:
     running_mean: bool = False  # whether the baseline is an average of earlier steps' returns
 
 
-POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
-    "reinforce": PolicyGradientMethod(running_mean=True),
-    "rloo": PolicyGradientMethod(grouped=True),
-    "remax": PolicyGradientMethod(greedy=True),
-    "grpo": PolicyGradientMethod(grouped=True, clipped=True),
-    "ppo": PolicyGradientMethod(clipped=True, value_head=True),
+POLICY_GRADIENT_METHODS: dict[str, _Kind] = {
+    "reinforce": _Kind(running_mean=True),
+    "rloo": _Kind(grouped=True),
+    "remax": _Kind(greedy=True),
+    "grpo": _Kind(grouped=True, clipped=True),
+    "ppo": _Kind(clipped=True, value_head=True),
 }
 
 
 @dataclass(frozen=True)
-class _Experience(Rows):
+class _Experience:
     """Completions with everything that an update treats as constant."""
 
     completions: Completions
@@ -141,8 +141,8 @@ class PolicyGradient(Learner):
         The completions are samples of the current policy.
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
-        reward = scored_rewards(self.backbone, *completions.text, objective)
-        terms = self._terms(completions, None)
+        reward = self.rewards_of(*completions.text, objective)
+        terms = self._terms(completions, None, objective.beta)
         (seen,) = self._compared([self._experience(completions, objective, terms, reward)], objective)
         (self._loss(terms, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
         return _result(seen)
@@ -163,16 +163,14 @@ class PolicyGradient(Learner):
             number = self._spread(microbatches)
             parts = [experience[start : start + number] for start in range(0, len(experience), number)]
             experience = [seen for part in parts for seen in self._compared(part, objective)]
-        elif self.config.whiten_advantages:
+        else:
             experience = self._whitened(experience, objective, context)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
-        minibatches = getattr(self.config, "minibatches", 1)
-        for update in range(self.config.updates):
+        for _ in range(self.config.updates):
             for p in inputs:
                 p.grad = None
             for seen in experience:
-                rows = seen[update % minibatches :: minibatches]
-                loss = self._loss(self._terms(rows.completions, rows.reference), rows, objective)
+                loss = self._loss(self._terms(seen.completions, seen.reference, objective.beta), seen, objective)
                 (loss * (1 / context.microbatches)).backward(inputs=inputs)
             context.apply()
         return [_result(seen) for seen in experience]
@@ -197,11 +195,14 @@ class PolicyGradient(Learner):
     ) -> tuple[Tensor, Tensor]:
         """Advantages and targets [B, T]: 0 and the value itself where a completion was not scored."""
         rewards = losses.token_rewards(reward.nan_to_num(0.0), kl, scored, objective.beta).nan_to_num(0.0)
-        advantages, targets = losses.gae(rewards, values, scored, self.config.gamma, self.config.gae_lambda)
+        advantages, targets = losses.gae(rewards, values, scored)
         return advantages, torch.where(scored.bool(), targets, values)
 
-    def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, ...]:
-        """Log-probabilities and KL [B, T], hidden states of policy and reference [B, T, D], the entropy [B, T]."""
+    def _terms(self, completions: Completions, reference: Tensor | None, beta: float = 0.0) -> tuple[Tensor, ...]:
+        """Log-probabilities and KL [B, T], hidden states of policy and reference [B, T, D], the entropy [B, T].
+
+        KL has a gradient only if it has a weight: that costs a product with the head.
+        """
         prompts, ids, mask = completions.text
         if reference is None:
             reference = self.reference(prompts, ids)
@@ -209,7 +210,8 @@ class PolicyGradient(Learner):
         # Under the distribution that was sampled from: no end-of-sequence before min_completion_length.
         least = self.config.min_completion_length
         logps = hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=least)
-        kl, entropy = kl_and_entropy(self.backbone, hidden, reference, mask)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and beta > 0):
+            kl, entropy = kl_and_entropy(self.backbone, hidden, reference, mask)
         return logps, kl, hidden, reference, entropy
 
     @torch.no_grad()
@@ -223,8 +225,8 @@ class PolicyGradient(Learner):
         logps, kl, hidden, reference, entropy = terms
         logps, kl, mask = logps.detach(), kl.detach(), completions.mask
         if reward is None:
-            reward = scored_rewards(self.backbone, *completions.text, objective)
-        returns = penalised(reward, kl, mask, objective.beta)
+            reward = self.rewards_of(*completions.text, objective)
+        returns = _penalised(reward, kl, mask, objective.beta)
         check_finite(reward.nan_to_num(0.0), returns.nan_to_num(0.0))
         scores = objective.reward_model.last
         seen = _Experience(completions, reference, logps, kl, entropy, reward, scores, returns, returns)
@@ -242,12 +244,12 @@ class PolicyGradient(Learner):
             rewards = relative(torch.cat([part.reward for part in parts]).view(-1, group)).flatten()
             sizes = [len(part.reward) for part in parts]
             returns = [
-                penalised(reward, part.kl, part.completions.mask, objective.beta)
+                _penalised(reward, part.kl, part.completions.mask, objective.beta)
                 for reward, part in zip(rewards.split(sizes), parts, strict=True)
             ]
             advantages = losses.grpo(torch.cat(returns).view(-1, group), self.normalize_std).flatten().split(sizes)
         elif self.method.running_mean:
-            baseline = losses.ema_baseline(self.means, self.config.baseline_momentum)
+            baseline = losses.ema_baseline(self.means)
             advantages = [losses.above(part.returns, baseline, part.reward.dtype) for part in parts]
         else:
             group = min(group, len(parts[0].returns))
@@ -260,10 +262,10 @@ class PolicyGradient(Learner):
 
     def _greedy_returns(self, prompts: PromptBatch, objective: Objective) -> tuple[Tensor, torch.dtype]:
         """Penalised returns [N, 1] of the greedy completion of each prompt, and the type of its reward."""
-        greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
+        greedy = self.sample(prompts, torch.Generator(self.backbone.device), 0.0)
         _, kl, *_ = self._terms(greedy, None)
-        reward = scored_rewards(self.backbone, *greedy.text, objective)
-        return penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1), reward.dtype
+        reward = self.rewards_of(*greedy.text, objective)
+        return _penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1), reward.dtype
 
     def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
         """Of an update, with a trained value head's; ``terms`` are those of `_terms`, with gradient."""
@@ -293,18 +295,6 @@ def _result(seen: _Experience) -> GradientStep:
     return GradientStep(ids, mask, seen.reward, seen.kl, loss, scores=seen.scores, entropy=seen.entropy)
 
 
-@torch.no_grad()
-def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Rewards [B] of completions, which must be finite; NaN where every function that is learned returned None."""
-    reward = objective.score(backbone, prompts, ids, mask)
-    scores, none = objective.reward_model.last, torch.zeros_like(reward, dtype=torch.bool)
-    if scores is not None:
-        none = reward.isnan() | torch.stack(list(scores.values.values())).isnan().all(0)
-    given = reward.masked_fill(none, 0.0)
-    check_finite(given, given)
-    return given.masked_fill(none, torch.nan)
-
-
-def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+def _penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
     """``R - beta * mean_t KL_t`` [B]."""
     return reward - beta * sequence_mean(kl, mask)

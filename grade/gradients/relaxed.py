@@ -17,7 +17,7 @@ class RelaxedGradient(Learner):
     ) -> list[GradientStep]:
         """Add the gradient of each microbatch of prompts, which the engine samples itself; one result for each."""
         engine, steps = self.config.engine(), []
-        relaxation = self.config.relaxation(context.step)
+        relaxation = self.config.relaxation()
         self.figures = {}
         for prompts, generator in microbatches:
             step = engine(self.backbone, prompts, objective, relaxation, generator, 1 / context.microbatches)

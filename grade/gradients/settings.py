@@ -5,14 +5,13 @@ Nothing here imports torch, so that ``grade train --help`` and an error about a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import pydantic
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
-from grade.gradients.methods import METHODS, RELAXED, TILT, Rate, Tau
+from grade.gradients.methods import METHODS, RELAXED, TILT, Tau
 from grade.plugins import Support
 
 if TYPE_CHECKING:
@@ -34,24 +33,14 @@ class RelaxedSettings(Config):
 
     gumbel_topk: SupportSize = Field(256, description="size K of a token's support; 0 = the full vocabulary")
     support: Support = Field("perturbed_top_k", description="top_k, or perturbed_top_k: exact samples for any K")
-    tau_start: Tau = Field(2.0, description="Gumbel temperature at the first step")
-    tau_end: Tau | None = Field(None, description="Gumbel temperature after annealing; null: tau_start")
-    tau_anneal_steps: NonNegativeInt = Field(0, description="steps of the linear ramp from tau_start to tau_end")
+    tau: Tau = Field(2.0, description="Gumbel temperature")
 
-    @pydantic.model_validator(mode="after")
-    def _check_ramp(self) -> Self:
-        if (self.tau_end in (None, self.tau_start)) != (self.tau_anneal_steps == 0):
-            allowed = "at least 1 where tau_end is not tau_start, otherwise 0"
-            raise InputError("tau_anneal_steps", self.tau_anneal_steps, allowed)
-        return self
+    def relaxation(self) -> RelaxationConfig:
+        """How tokens are relaxed."""
+        from grade.gradients.estimators import RelaxationConfig
 
-    def relaxation(self, step: int = 0) -> RelaxationConfig:
-        """The relaxation at an optimizer step, which sets the Gumbel temperature."""
-        from grade.gradients.estimators import RelaxationConfig, tau_at
-
-        tau = tau_at(step, self.tau_start, self.tau_end or self.tau_start, self.tau_anneal_steps)
         return RelaxationConfig(
-            estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
+            estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=self.tau,
             max_new_tokens=self.max_completion_length, min_new_tokens=self.min_completion_length,
         )  # fmt: skip
 
@@ -91,59 +80,30 @@ class GroupSettings(SampledSettings):
     num_generations: Annotated[int, Field(ge=2)] = Field(8, description="completions of each prompt, G")
 
 
-class ReinforceSettings(SampledSettings):
-    """Settings of `reinforce`."""
-
-    baseline_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.9, description="momentum of the baseline over steps"
-    )
-
-
-class RemaxSettings(SampledSettings):
-    """Settings of `remax`."""
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """Completions that are generated and scored for each prompt, the greedy one included."""
-        return self.num_generations + 1
-
-
-class ClippedSettings(Config):
-    """Settings of methods that update several times per step."""
+class _ClippedSettings(Config):
+    """Settings of methods that may update several times per step."""
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="clip range of the probability ratio")
     passes_per_step: Annotated[int, Field(ge=1)] = Field(1, description="passes over a step's completions")
-    minibatches: PositiveInt = Field(1, description="updates per pass; each uses an equal share of every microbatch")
 
     @property
     def updates(self) -> int:
         """Optimizer updates in a step."""
-        return self.passes_per_step * self.minibatches
+        return self.passes_per_step
 
 
-class GRPOSettings(ClippedSettings, GroupSettings):
-    """Settings of `grpo`."""
+class GRPOSettings(_ClippedSettings, GroupSettings):
+    """Settings of `grpo`, and of the methods that ``auto`` may stand for."""
 
     scale_rewards: Literal["group", "none"] = Field(
         "none", description="group divides advantages by the group's standard deviation, as published; biased"
     )
-    self_certainty_reward: bool = Field(
-        False, description="the completion's self-certainty is the reward (Intuitor), or added to it with weight 1"
-    )
 
 
-class PPOSettings(ClippedSettings, SampledSettings):
+class PPOSettings(_ClippedSettings, SampledSettings):
     """Settings of `ppo`."""
 
     passes_per_step: Annotated[int, Field(ge=1)] = Field(4, description="passes over a step's completions")
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="discount; 1 gives the same objective as the other methods"
-    )
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.95, description="lambda of generalised advantage estimation"
-    )
-    value_learning_rate: Rate = Field(1e-3, description="AdamW learning rate of the value head")
-    whiten_advantages: bool = Field(True, description="whiten the advantages of a step")
 
 
 def _follower(name: str) -> str:
@@ -158,6 +118,6 @@ class TiltSettings(GroupSettings):
 
     then: Annotated[str, AfterValidator(_follower)] = Field(
         "",
-        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo in "
-        "the first quarter, and from then on the bias or rloo, whichever the rewards call for",
+        description="method that trains the adapter beside the bias in the second half of the steps; auto: rloo, and "
+        "from a quarter or half of them on the bias, if it predicts new rewards",
     )

@@ -19,6 +19,7 @@ from grade.memory.meta import NoData
 from grade.memory.shapes import SHAPES
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
+from grade.plugins import QUANTISE_ON_META, import_object
 
 TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2)  # fmt: skip
@@ -76,14 +77,17 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple]:
 def build_backbone(
     config: PretrainedConfig, dtype: str = "bfloat16", adapter: str = "lora", lora: LoraSettings | None = None,
     attention: str = "sdpa", device: str | torch.device = "meta", train_bias: bool = False,
+    quantization_config: dict | None = None,
 ) -> Backbone:  # fmt: skip
     """A backbone with random weights and no tokenizer; on meta without data.
 
     ``adapter``: ``lora``, or ``full`` to train every weight of the layers (not the table and the head, which reward and
-    reference share); ``train_bias`` trains a token bias too.
+    reference share); ``train_bias`` trains a token bias too; ``quantization_config`` is for meta.
     """
     with torch.device(device), NoData() if str(device) == "meta" else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
+        if quantization_config:
+            import_object(QUANTISE_ON_META)(model, quantization_config)
         backbone = Backbone(model, None, (lora or LoraSettings()) if adapter == "lora" else None)
         if train_bias:
             backbone.set_token_bias(torch.zeros(len(backbone.ref_head.weight)), True)

@@ -45,6 +45,9 @@ class TracedConfig(Config):
     gradient_checkpointing: bool = Field(False, description="recompute layers in backward")
     autocast: bool = Field(False, description="run under bfloat16 autocast")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="type of the base")
+    quantization_config: dict[str, Any] | None = Field(
+        None, description="of bitsandbytes, such as {load_in_4bit: true}; null: the base is not quantised"
+    )
     adapter: Literal["lora", "full"] = Field("lora", description="lora, or full: every weight of the layers is trained")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter")
     train_bias: bool = Field(False, description="train a token bias too")
@@ -165,6 +168,7 @@ class StepConfig(TracedConfig):
         parts = [
             f"{self.model}, {self.method} ({how}): B={self.batch_size} P={self.prompt_tokens} "
             f"T={self.max_new_tokens}, {self.dtype}, {self.adapter}, {self.attention}",
+            str(self.quantization_config or ""),
             "layers checkpointed" if self.gradient_checkpointing else "",
             "explicit freeing" if self.explicit_freeing else "",
             "autocast" if self.autocast else "",

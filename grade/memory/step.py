@@ -85,8 +85,9 @@ def build(
     if most and length > most:
         raise InputError("prompt_tokens + max_new_tokens", length, f"at most {most}, the context of {config.model}")
     backbone = build_backbone(
-        model, config.dtype, config.adapter, config.lora, config.attention, device, config.train_bias
-    )
+        model, config.dtype, config.adapter, config.lora, config.attention, device, config.train_bias,
+        config.quantization_config,
+    )  # fmt: skip
     if not isinstance(config, StepConfig):
         return backbone, []
     head = HeadSettings(hidden=64 if config.reward == "trunk" else 0)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from grade.errors import InputError
-from grade.files import read_json, write_json
+from grade.files import read_json
 from grade.models.compatibility import rounds_coarsely
 from grade.models.lora import LoraSettings
 from grade.models.parameters import fingerprint, restoring, same_base
@@ -42,8 +42,7 @@ BASE_FILE = "base_fingerprint.json"
 _UNCHANGED = (True, False, "gaussian", "orthogonal", "eva")
 """``init_lora_weights`` values that leave the base as it is."""
 
-FOLDED_TYPES = (torch.float32, torch.float64)
-"""Types of a base whose adapter is folded: rounding ``W + B A`` to 8 bits would lose the adapter."""
+_FOLDED_TYPES = (torch.float32, torch.float64)
 _NOISE, _SHARE, _TOKENS = 0.1, 0.1, 5
 """Of the check that folding is exact: size of its adapter against the weights', largest difference against the
 adapter's effect, and tokens. A layer that is left out has a larger share; rounding, TF32 included, a smaller."""
@@ -125,11 +124,6 @@ def has_lora(folder: str | Path) -> bool:
     return (Path(folder) / ADAPTER_FILES[0]).is_file()
 
 
-def write_fingerprint(model: PreTrainedModel, folder: Path) -> None:
-    """Write ``base_fingerprint.json`` beside a saved adapter."""
-    write_json(folder / BASE_FILE, fingerprint(model), 2, sort_keys=True)
-
-
 def restore_adapter(model: PeftModel, folder: str | Path) -> None:
     """Give the active adapter the values that a checkpoint has of it."""
     _require_lora(folder)
@@ -146,6 +140,11 @@ def saved_values(model: PeftModel, folder: str | Path) -> list[Tensor]:
     saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [saved[name.replace(mark, "")].to(p) for name, p in named]
+
+
+def foldable(model: nn.Module) -> bool:
+    """Whether no adapted weight is of half precision or quantised: rounding ``W + B A`` would lose the adapter."""
+    return all(layer.get_base_layer().weight.dtype in _FOLDED_TYPES for _, layer in _lora_layers(model))
 
 
 @contextlib.contextmanager
@@ -175,16 +174,6 @@ def folded(model: nn.Module, report: Callable[[list[Tensor]], None] | None = Non
 
 def _lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-
-
-def save_active(model: PeftModel, folder: Path) -> None:
-    """Write the active adapter, and no other, as PEFT does; into the folder itself, whatever its name is."""
-    name = model.active_adapter
-    model.save_pretrained(str(folder), selected_adapters=[name])
-    if name != "default":  # PEFT makes a folder within for it
-        for path in (folder / name).iterdir():
-            path.replace(folder / path.name)
-        (folder / name).rmdir()
 
 
 def refuse_adapted(model: PreTrainedModel) -> None:
@@ -219,7 +208,7 @@ def check_base(model: PreTrainedModel, folder: str | Path) -> None:
     """Refuse an adapter with the fingerprint of another base; one that plain PEFT wrote has none."""
     path = Path(folder) / BASE_FILE
     if path.is_file() and not same_base(read_json(path), fingerprint(model)):
-        base = model.config._name_or_path or type(model).__name__
+        base = model.config.name_or_path or type(model).__name__
         allowed = f"an adapter of {base}: it was trained on a base with other weights ({BASE_FILE})"
         raise InputError("adapter", str(folder), allowed)
 
@@ -248,7 +237,7 @@ def _checked(peft: PeftModel) -> PeftModel:
     model = peft.get_base_model()
     shared = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     for name, layer in _lora_layers(peft):
-        if not isinstance(layer, Linear):
+        if not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
             raise InputError("lora.target_modules", name, "linear layers, not parameters such as fused experts")
         if id(layer.get_base_layer().weight) in shared:
             allowed = "layers other than the head and the embedding, which policy, reference and reward share"
@@ -262,7 +251,7 @@ def _check_folding(peft: PeftModel) -> None:
     """Refuse an adapter with whose folded weights the logits are not those with the adapter beside them."""
     model, generator = peft.get_base_model(), torch.Generator().manual_seed(0)
     table = model.get_input_embeddings().weight
-    if table.is_meta or isinstance(table, FakeTensor) or table.dtype not in FOLDED_TYPES:
+    if table.is_meta or isinstance(table, FakeTensor) or not foldable(peft):
         return
     ids = torch.arange(1, 1 + _TOKENS, device=table.device).remainder(len(table)).view(1, -1)
 

@@ -12,7 +12,7 @@ positions, scaled embeddings, head bias, logit scale and soft cap. `Backbone` ve
 built, and rejects what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding,
 prompt-learning adapters.
 
-Left out: training the base itself, quantised bases, encoder-decoders.
+Left out: training the base itself, encoder-decoders.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.files import remove, require_source
+from grade.files import remove, require_source, write_json
 from grade.models.adapter import (
-    FOLDED_TYPES,
+    BASE_FILE,
     LoraSettings,
     check_base,
     continued_adapter,
+    foldable,
     folded,
     has_lora,
     load_adapter,
     new_adapter,
     refuse_adapted,
     restore_adapter,
-    save_active,
-    write_fingerprint,
 )
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_loaded, probe
 from grade.models.gather import whole
 from grade.models.head import Head, wide
-from grade.models.token_bias import BIAS_FILE, TokenBias, save_bias, saved_bias
+from grade.models.parameters import fingerprint
+from grade.models.token_bias import BIAS_FILE, TokenBias, saved_bias
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _BIAS = "token_bias"  # among values by name; all others are the adapter's
@@ -109,15 +109,17 @@ class Backbone(FrozenBase):
         device: str | torch.device = "cpu",
         attention: Literal["auto", "sdpa", "eager"] = "auto",
         seed: int = 0,
+        quantization_config: Any = None,
     ) -> Backbone:
         """Load a local folder with ``config.json`` and safetensors weights, or a Hugging Face id.
 
-        ``dtype`` is one of float32, bfloat16, float16, float64; ``attention`` auto is the model's own default. The
-        others, and the `InputError` if the model cannot be found, read or supported, are as for the class.
+        ``dtype`` is one of float32, bfloat16, float16, float64; ``attention`` auto is the model's own default;
+        ``quantization_config`` is transformers', or a mapping of its settings. The others, and the `InputError` if the
+        model cannot be found, read or supported, are as for the class.
         """
         if dtype not in DTYPES:
             raise InputError("dtype", dtype, ", ".join(DTYPES))
-        model, tokenizer = load_pretrained(source, DTYPES[dtype], attention)
+        model, tokenizer = load_pretrained(source, DTYPES[dtype], attention, "backbone", quantization_config)
         return cls(model.to(device), tokenizer, lora, adapter, seed).to(device)
 
     def add_adapter(self, lora: LoraSettings | LoraConfig, seed: int = 0) -> None:
@@ -259,7 +261,7 @@ class Backbone(FrozenBase):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.phase("rollout"))
             stack.enter_context(whole(self.embedding_weight, self.head.weight))
-            if self.peft is not None and self.dtype in FOLDED_TYPES and not self.lockstep:
+            if self.peft is not None and foldable(self.model) and not self.lockstep:
                 watcher = self._watcher
                 stack.enter_context(folded(self.model, watcher and (lambda new: watcher.tag(new, "weights"))))
                 stack.enter_context(self._adapter_off())  # the token bias stays on
@@ -272,12 +274,17 @@ class Backbone(FrozenBase):
         """
         folder = Path(folder)
         if self.peft is not None:
-            save_active(self.peft, folder)
+            name = self.peft.active_adapter
+            self.peft.save_pretrained(str(folder), selected_adapters=[name])
+            if name != "default":  # PEFT makes a folder within for it
+                for path in (folder / name).iterdir():
+                    path.replace(folder / path.name)
+                (folder / name).rmdir()
         if self.token_bias is None:
             remove(folder / BIAS_FILE)  # of a policy that was there before
         else:
-            save_bias(self.token_bias, folder, self.base_name or self.model.config._name_or_path)
-        write_fingerprint(self.model, folder)
+            self.bias.save(folder, self.base_name or self.model.config.name_or_path)
+        write_json(folder / BASE_FILE, fingerprint(self.model), 2, sort_keys=True)
 
     def restore(self, folder: str | Path) -> None:
         """Give the policy the values that `save_adapter` wrote of it, in place."""
@@ -310,22 +317,21 @@ def errors_only() -> Iterator[None]:
 
 
 def load_pretrained(
-    source: str | Path, dtype: torch.dtype, attention: str = "auto", field: str = "backbone"
-) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer: safetensors only, no remote code, all dropout rates 0; arguments as of `Backbone.load`."""
+    source: str | Path, dtype: torch.dtype, attention: str = "auto", field: str = "backbone",
+    quantization_config: Any = None,
+) -> tuple[PreTrainedModel, Any]:  # fmt: skip
+    """Model and tokenizer: safetensors only, no remote code; arguments as of `Backbone.load`."""
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
     require_source(field, name, allowed)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        for key in vars(config):
-            if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
-                setattr(config, key, 0.0)
         logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
         with errors_only():
             model, info = AutoModelForCausalLM.from_pretrained(
                 name, config=config, dtype=dtype, use_safetensors=True,
                 attn_implementation=None if attention == "auto" else attention,
+                quantization_config=quantization_config,
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
         check_loaded(name, info)

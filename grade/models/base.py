@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grade.models.head import EmbeddingTable, Head
 from grade.models.prompts import position_ids
+from grade.plugins import QUANTISED, import_object
 
 
 class _WatchedCache(DynamicCache):
@@ -43,6 +44,8 @@ class FrozenBase(nn.Module):
         # wrong tokens on B200 (issue 193893). Torch's other kernels are right, and the ones that traces know.
         torch.backends.cuda.enable_cudnn_sdp(False)
         _freeze(model)
+        if getattr(model, "quantization_method", None) == "bitsandbytes":
+            import_object(QUANTISED)(model)
         self.model, self.tokenizer = model, tokenizer
         self.decoder = model.base_model
         self.ref_head = head_of(model)
@@ -181,17 +184,17 @@ class FrozenBase(nn.Module):
 
 
 def _freeze(model: PreTrainedModel) -> None:
-    """Put a model in eval mode, its weights frozen, the dropout rates that its layers hold themselves at 0.
+    """Put a model in eval mode, its weights frozen, the dropout rates of its configuration and its layers at 0.
 
-    Those too, because recomputed layers run with their own ``training`` on (`FrozenBase.checkpointed_layers`), not
+    Rates too, because recomputed layers run with their own ``training`` on (`FrozenBase.checkpointed_layers`), not
     their children's, and models that drop whole layers or call the function ``dropout`` look at that. Mixtures of
     experts run one by one in float64: the joint kernel knows no float64.
     """
     model.requires_grad_(False).eval()
-    for module in model.modules():
-        for key, value in vars(module).items():
+    for owner in [*model.modules(), *(each.config for each in model.modules() if hasattr(each, "config"))]:
+        for key, value in vars(owner).items():
             if "drop" in key and isinstance(value, float):
-                setattr(module, key, 0.0)
+                setattr(owner, key, 0.0)
     choose = getattr(model, "set_experts_implementation", None)
     if choose is not None and model.dtype == torch.float64:
         choose("eager")

@@ -1,4 +1,4 @@
-"""A batch of tokenised prompts."""
+"""A batch of tokenised prompts, and of their completions."""
 
 from __future__ import annotations
 
@@ -64,3 +64,22 @@ class PromptBatch(Rows):
     def to(self, device: torch.device | str) -> PromptBatch:
         """The same batch on another device."""
         return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)
+
+
+@dataclass(frozen=True)
+class Completions(Rows):
+    """A completion of each of B prompts; the G of one prompt stand in a row."""
+
+    prompts: PromptBatch
+    ids: Tensor  # [B, T], padded on the right
+    mask: Tensor  # [B, T], 1 at a token, end-of-sequence included
+    rewards: Tensor | None = None  # [B] float64, NaN where no function scored; None: they were not asked
+
+    def __len__(self) -> int:
+        """The number of completions B."""
+        return len(self.ids)
+
+    @property
+    def text(self) -> tuple[PromptBatch, Tensor, Tensor]:
+        """Prompts, ids, mask."""
+        return self.prompts, self.ids, self.mask

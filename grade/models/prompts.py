@@ -13,7 +13,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grade.errors import InputError
-from grade.models.batch import PromptBatch, Rows
+from grade.models.batch import PromptBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,20 +36,6 @@ Truncation = Literal["error", "left", "right"]
 def decode(tokenizer: Any, ids: Tensor, mask: Tensor) -> str:
     """Text of the valid tokens, without special tokens."""
     return tokenizer.decode(ids[mask.bool()].tolist(), skip_special_tokens=True)
-
-
-@dataclass(frozen=True)
-class ScoredTexts(Rows):
-    """N texts with their rewards."""
-
-    prompts: PromptBatch  # with the rows as examples
-    ids: Tensor  # completions [N, T], padded on the right
-    mask: Tensor  # [N, T]
-    rewards: Tensor  # [N] float64, NaN where no function scored
-
-    def __len__(self) -> int:
-        """N."""
-        return len(self.ids)
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_prompt_tokens: int) -> PromptBatch:

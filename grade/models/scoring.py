@@ -16,13 +16,6 @@ from grade.models.policy import Policy
 from grade.models.sampling import early_rows, is_eos
 
 
-def check_shapes(prompts: PromptBatch, ids: Tensor, mask: Tensor) -> None:
-    """Check that ids and mask are [B, T], one completion of at least one token for each of B prompts."""
-    if ids.ndim != 2 or ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
-        shapes = f"{list(ids.shape)} and {list(mask.shape)}"
-        raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(prompts)}, T] with T >= 1")
-
-
 def predicting_hidden(backbone: Policy, prompts: PromptBatch, ids: Tensor) -> Tensor:
     """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
@@ -38,7 +31,9 @@ def completion_logps(
     Within `Backbone.reference` the base's. With a gradient where grad mode is on. Before ``min_new_tokens`` tokens, of
     the distribution without end-of-sequence, as sampled.
     """
-    check_shapes(prompts, ids, mask)
+    if ids.ndim != 2 or ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
+        shapes = f"{list(ids.shape)} and {list(mask.shape)}"
+        raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(prompts)}, T] with T >= 1")
     return hidden_logps(backbone, predicting_hidden(backbone, prompts, ids), ids, mask, min_new_tokens)
 
 

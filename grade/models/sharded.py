@@ -133,7 +133,7 @@ class ShardedBackbone(Backbone):
 
 def divide(backbone: Backbone, device: torch.device) -> ShardedBackbone:
     """Divide a backbone's base among all processes; in place, as ``fully_shard`` does, for all that refers to it."""
-    backbone.group = shard_base(backbone.model, device)
+    backbone.group = _shard_base(backbone.model, device)
     backbone.ref_head = replace(backbone.ref_head, weight=backbone.model.get_output_embeddings().weight)
     for p in backbone.bias.parameters():  # as the adapter: all of it on every process, and the same
         p.data = p.data.to(device)
@@ -142,7 +142,7 @@ def divide(backbone: Backbone, device: torch.device) -> ShardedBackbone:
     return backbone
 
 
-def shard_base(model: PreTrainedModel, device: torch.device) -> dist.ProcessGroup:
+def _shard_base(model: PreTrainedModel, device: torch.device) -> dist.ProcessGroup:
     """Divide a base among all processes, in place; each must have loaded the same one, and must call this.
 
     The base is on the CPU or on the device, and moves there layer by layer. Its embedding table and head become sharded
@@ -188,7 +188,7 @@ def _name_recorded_outputs(decoder: nn.Module) -> None:
     with contextlib.suppress(ImportError, AttributeError):  # versions of transformers that do not look
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-        _CAN_RECORD_REGISTRY[decoder] = decoder._can_record_outputs
+        _CAN_RECORD_REGISTRY[decoder] = decoder.can_record_outputs
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -53,12 +53,11 @@ class TokenBias(nn.Module):
         finally:
             self.on = before
 
-
-def save_bias(values: Tensor, folder: Path, base: str) -> None:
-    """Write ``token_bias.safetensors`` with values [V] and the name of their base."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / BIAS_FILE) as new:
-        save_file({_NAME: values.detach().cpu().contiguous()}, new, {_BASE: base})
+    def save(self, folder: Path, base: str) -> None:
+        """Write ``token_bias.safetensors`` with the values and the name of their base."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic(folder / BIAS_FILE) as new:
+            save_file({_NAME: self.values.detach().cpu().contiguous()}, new, {_BASE: base})
 
 
 def saved_bias(folder: str | Path, vocab: int | None = None) -> Tensor | None:

@@ -31,6 +31,7 @@ class Reward:
         kind: ``bag`` if it reads the embedding table and no transformer; ``method: auto`` asks for it.
         differentiable: None: the reward has values only.
         no_gradient: Why it has values only, for error messages.
+        of_policy: Whether a completion's value changes with the policy.
         last: Of a sum: its parts' `grade.rewards.rewards.Scores` for the last batch.
     """
 
@@ -40,6 +41,7 @@ class Reward:
     kind: str | None = None
     differentiable: Callable[[Tensor, Tensor], Tensor] | None = None
     no_gradient: str = "a reward of text, which has no gradient"
+    of_policy: bool = False
     last: Any = None
 
     @torch.no_grad()

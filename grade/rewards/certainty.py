@@ -17,6 +17,7 @@ class CertaintyReward(Reward):
 
     name = "self_certainty"
     no_gradient = "the policy's self-certainty, which is a constant of the update"
+    of_policy = True
 
     @torch.no_grad()
     def score(self, policy: Policy, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:

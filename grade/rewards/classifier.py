@@ -60,7 +60,7 @@ def classifier_reward(
             model = load_classifier(source)
         except OSError as error:  # transformers' does not name the setting
             raise InputError("reward", source, "a folder or hub id of a classifier with safetensors weights") from error
-    model, source = model.to(backbone.device), model.config._name_or_path
+    model, source = model.to(backbone.device), model.config.name_or_path
     if model.base_model is model:
         raise InputError("reward", type(model).__name__, "a model with labels, as AutoModelForSequenceClassification's")
     name = source.rstrip("/").split("/")[-1] or type(model).__name__

@@ -7,6 +7,7 @@
 | ``package.module:function``, ``file.py:function`` | a function of text |
 | ``hf:<id or folder>``, ``hf:<id or folder>@LABEL`` | a sequence classifier (`grade.rewards.classifier`) |
 | ``<folder>`` with ``reward.json`` | a reward model that ``grade reward`` trained |
+| ``self_certainty`` | the policy's own certainty (`grade.rewards.certainty`) |
 
 A bare hub id or a classifier's folder works too, as in TRL.
 """
@@ -30,14 +31,17 @@ from torch import Tensor, nn
 from grade.errors import InputError
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
-from grade.plugins import REWARD_FOLDER, REWARDS, SELF_CERTAINTY, import_object
+from grade.plugins import OWN_REWARDS, REWARD_FOLDER, REWARDS, import_object
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
 from grade.rewards.functions import FunctionReward, Log, decode_texts, run_functions
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
-KINDS = "package.module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder that 'grade reward' wrote"
+KINDS = (
+    "package.module:function, file.py:function, hf:<id or folder>[@LABEL], self_certainty, or a folder that "
+    "'grade reward' wrote"
+)
 
 
 @dataclass(frozen=True)
@@ -141,17 +145,13 @@ def make_rewards(
     weights: Sequence[float] | None = None,
     processing_classes: Any = None,
     scope: RewardScope = "prompt_and_completion",
-    self_certainty: bool = False,
 ) -> Rewards:
     """The weighted sum of a trainer's rewards: none, one, or a list, of what `make_reward` takes.
 
     ``processing_classes`` are the classifiers' tokenizers: one, or a list with None where the default will do.
-    ``self_certainty`` adds the policy's own, with weight 1.
     """
     if isinstance(reward_funcs, Rewards):
-        if not self_certainty:
-            return reward_funcs
-        reward_funcs, weights = reward_funcs.parts, reward_funcs.weights
+        return reward_funcs
     funcs = [] if reward_funcs is None else reward_funcs
     funcs = list(funcs) if isinstance(funcs, (list, tuple)) else [funcs]
     tokenizers = [None] * len(funcs) if processing_classes is None else processing_classes
@@ -159,9 +159,6 @@ def make_rewards(
     if len(tokenizers) != len(funcs):
         raise InputError("reward_processing_classes", len(tokenizers), f"{len(funcs)}, one for each reward")
     parts = [make_reward(one, backbone, scope, tokenizer) for one, tokenizer in zip(funcs, tokenizers, strict=True)]
-    if self_certainty:
-        weights = [*([1.0] * len(parts) if weights is None else weights), 1.0]
-        parts.append(import_object(SELF_CERTAINTY)())
     return Rewards(parts, weights, scope, wide(backbone.dtype))
 
 
@@ -176,6 +173,8 @@ def make_reward(
     """
     if isinstance(reward, str):
         kind, colon, name = reward.partition(":")
+        if reward in OWN_REWARDS:
+            return import_object(OWN_REWARDS[reward])()
         if (Path(reward) / "reward.json").is_file():
             reward = import_object(REWARD_FOLDER)(reward, backbone)
         elif colon and kind not in REWARDS:

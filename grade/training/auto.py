@@ -11,22 +11,18 @@ if TYPE_CHECKING:
     from grade.training.config import GradeConfig
 
 
-class AutoSettings(GRPOSettings):
-    """Settings of the methods that ``auto`` may stand for."""
-
-
-def choose_method(config: GradeConfig, terms: bool) -> tuple[dict[str, str], str]:
+def choose_method(config: GradeConfig, others: bool) -> tuple[dict[str, str], str]:
     """The settings that ``auto`` stands for, with the reason in one line.
 
-    ``terms``: whether the objective has other terms than the reward and KL.
+    ``others``: whether there is more to learn than a fixed reward of completions.
     A setting that only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says.
     """
     given = config.model_fields_set
     if grpo := sorted(given & (GRPOSettings.model_fields.keys() - GroupSettings.model_fields.keys())):
         return {"method": "grpo"}, f"{grpo[0]} is a setting of grpo"
-    if terms:
-        return {"method": FALLBACK}, "what is learned beside the reward, an adapter can have"
+    if others:
+        return {"method": FALLBACK}, "what is learned beside a fixed reward, an adapter can have"
     if config.target_kl is None and not config.beta:
         return {"method": FALLBACK}, "without target_kl or beta nothing limits a token bias"
-    why = f"{FALLBACK}; after a quarter of the steps a token bias, if it predicts the rewards of new completions"
+    why = f"{FALLBACK}; after a quarter or half of the steps a token bias, if it predicts new rewards"
     return {"method": TILT, "then": AUTO}, why

@@ -26,16 +26,14 @@ from grade.files import atomic, read_json, write_json
 from grade.training.evaluate import Evaluation
 
 if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
     from grade.training.config import GradeConfig
 
 OPTIMIZER_FILE, SCHEDULER_FILE, LEARNER_FILE = "optimizer.pt", "scheduler.pt", "learner.safetensors"
 REFERENCE_FILE = "reference.safetensors"
 LOG_FILE, STATE_FILE = "trainer_state.json", "grade_state.json"
 FREE = {
-    "output_dir", "report_to", "disable_tqdm", "base_name", "samples", "log_completions", "use_cpu",
-    "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "eval_on_start",
-    "sampler", "sampler_folder",
+    "output_dir", "report_to", "base_name", "samples", "log_completions", "use_cpu",
+    "save_strategy", "save_steps", "save_total_limit", "sampler", "sampler_folder",
 }  # fmt: skip
 """Settings that change no result: they may differ when a run is continued."""
 LENGTH = ("max_steps", "num_train_epochs")
@@ -45,17 +43,22 @@ LENGTH = ("max_steps", "num_train_epochs")
 def checkpoints_of(folder: str | Path) -> list[Path]:
     """Checkpoints in a run's folder, by step."""
     found = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=step_of)
+    return sorted(found, key=_step_of)
 
 
-def step_of(checkpoint: str | Path) -> int:
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """The newest checkpoint of a run, if there is one."""
+    return (checkpoints_of(folder) or [None])[-1]
+
+
+def _step_of(checkpoint: str | Path) -> int:
     """The step after which a checkpoint was written."""
     return int(Path(checkpoint).name.rpartition("-")[2])
 
 
 def settings_of(config: GradeConfig) -> dict[str, Any]:
     """Settings that decide a run's result, as JSON."""
-    settings = config.model_dump(mode="json", exclude=FREE)
+    settings = config.model_dump(mode="json", exclude=FREE, fallback=str)
     return settings | {"gradient_accumulation_steps": config.microbatches}  # on however many processes
 
 
@@ -71,8 +74,8 @@ def _settings(trainer: Any) -> dict[str, Any]:
     return settings_of(trainer.given) | {"rewards": trainer.rewards.names, "rows": trainer.rows}
 
 
-def save_checkpoint(trainer: Any) -> Path:
-    """Write ``checkpoint-<step>`` below the ``output_dir`` of a `GradeTrainer`; its path."""
+def save_checkpoint(trainer: Any) -> None:
+    """Write ``checkpoint-<step>`` below the ``output_dir`` of a `GradeTrainer`; older ones go as its settings say."""
     state = trainer.state
     folder = Path(trainer.config.output_dir) / f"checkpoint-{state.global_step}"
     if state.best_global_step:
@@ -98,7 +101,7 @@ def save_checkpoint(trainer: Any) -> Path:
                 "kl_budget": trainer.steering and trainer.steering.budget.state(),
             })  # fmt: skip
     trainer.accelerator.wait_for_everyone()
-    return folder
+    _remove_older(folder, trainer.config.save_total_limit, state.best_model_checkpoint)
 
 
 def load_checkpoint(trainer: Any, folder: Path) -> None:
@@ -140,16 +143,11 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
         trainer.steering.budget.restore(saved["kl_budget"])
 
 
-def restore_best(backbone: Backbone, folder: str | Path) -> None:
-    """Give the policy the values of the best checkpoint."""
-    backbone.restore(folder)
-
-
-def remove_older(folder: Path, limit: int | None, best: str | None) -> None:
+def _remove_older(folder: Path, limit: int | None, best: str | None) -> None:
     """Keep the newest ``limit`` checkpoints, and the best one among them."""
     if limit is None:
         return
     kept = {folder, Path(best or folder)}
-    older = [path for path in checkpoints_of(folder.parent) if path not in kept and step_of(path) < step_of(folder)]
+    older = [path for path in checkpoints_of(folder.parent) if path not in kept and _step_of(path) < _step_of(folder)]
     for path in older[: max(0, len(older) - max(0, limit - len(kept)))]:
         shutil.rmtree(path, ignore_errors=True)

@@ -7,6 +7,7 @@ method are fields too, see `grade.gradients.methods`.
 from __future__ import annotations
 
 import os
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -62,7 +63,6 @@ class GradeConfig(MethodConfig):
     )
     raw_prompts: bool = Field(False, description="do not warn about plain-text prompts to a chat model")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="passed on to the chat template")
-    shuffle_dataset: bool = Field(True, description="shuffle the prompts in every pass")
 
     max_steps: Annotated[int, Field(ge=-1)] = Field(
         -1, description="optimizer steps; -1: num_train_epochs passes over the prompts"
@@ -86,13 +86,12 @@ class GradeConfig(MethodConfig):
     bf16: bool = Field(False, description="the base in bfloat16")
     use_cpu: bool = Field(False, description="train on the CPU where there is a GPU")
     model_init_kwargs: dict[str, Any] | None = Field(
-        None, description="for a model given by name: dtype, attn_implementation"
+        None, description="for a model given by name: dtype, attn_implementation, quantization_config"
     )
 
     eval_strategy: Literal["no", "steps"] = Field("no", description="evaluate every eval_steps, or not")
     eval_steps: PositiveInt | None = Field(None, description="steps between evaluations; null: as logging_steps")
-    eval_on_start: bool = Field(False, description="evaluate before the first step")
-    eval_on_end: bool = Field(False, description="evaluate after the last step")
+    eval_on_start: bool = Field(False, description="evaluate before the first step and after the last")
     eval_prompts: Annotated[int, Field(ge=2)] | None = Field(
         None, description="held-out prompts at most of an evaluation during training; null: all"
     )
@@ -105,15 +104,16 @@ class GradeConfig(MethodConfig):
     logging_steps: PositiveInt = Field(1, description="steps between rows of the log")
     log_completions: bool = Field(False, description="write completions and rewards as a table every logging_steps")
     report_to: str | list[str] = Field("none", description="none, all, or names of trackers, as for transformers")
-    disable_tqdm: bool | None = Field(None, description="no progress bar; null: a bar on a terminal only")
     save_strategy: Literal["no", "steps", "best"] = Field(
         "steps", description="checkpoints every save_steps, after the best evaluation so far, or none"
     )
     save_steps: PositiveInt = Field(500, description="steps between checkpoints")
     save_total_limit: PositiveInt | None = Field(None, description="newest checkpoints that are kept; null: all")
-    load_best_model_at_end: bool = Field(False, description="the result is the best checkpoint's policy, not the last")
-    metric_for_best_model: str | None = Field(None, description="what is best, for example eval_reward")
-    greater_is_better: bool | None = Field(None, description="whether a larger metric is better; null: unless a loss")
+    metric_for_best_model: str | None = Field(
+        None,
+        description="the result is the policy of the checkpoint where this is best, for example eval_reward: largest, "
+        "of a loss or KL smallest; null: the last policy",
+    )
 
     def __init__(self, output_dir: str | os.PathLike[str] = "trainer_output", **values: Any) -> None:
         super().__init__(output_dir=output_dir, **values)
@@ -125,8 +125,6 @@ class GradeConfig(MethodConfig):
         batch = self.per_device_train_batch_size
         if self.method == AUTO:
             return self
-        if batch % (number := getattr(self, "minibatches", 1)):
-            raise InputError("minibatches", number, f"a divisor of per_device_train_batch_size = {batch}")
         most = batch * self.gradient_accumulation_steps
         if batch % self.group and (self.group % batch or most % self.group):
             allowed = f"a divisor of per_device_train_batch_size = {batch}"
@@ -150,6 +148,9 @@ class GradeConfig(MethodConfig):
 
         names = TrainingArguments.__dataclass_fields__.keys() & type(self).model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"gradient_checkpointing"}}
+        if metric := self.metric_for_best_model:
+            values["greater_is_better"] = not re.search(r"(loss|kl|kl_per_completion)$", metric)
+            values["load_best_model_at_end"] = self.save_strategy != "no"
         return TrainingArguments(**values, remove_unused_columns=False, dataloader_pin_memory=False)
 
     @property
@@ -191,6 +192,9 @@ class TrainConfig(GradeConfig):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention implementation; auto: the model's default"
     )
+    quantization_config: dict[str, Any] | None = Field(
+        None, description="of bitsandbytes, such as {load_in_4bit: true}; null: the base as its folder has it"
+    )
     lora: LoraSettings = Field(LoraSettings(), description="the adapter, where it is a new one")
     adapter: Text = Field(
         "", description="folder of an adapter, a token bias or both to continue from, such as adapter/ of a run"
@@ -201,8 +205,8 @@ class TrainConfig(GradeConfig):
     )
     reward: str | list[str] | None = Field(
         None,
-        description="module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder of grade reward; or a "
-        f"list of them; null: {REWARD}",
+        description="module:function, file.py:function, hf:<id or folder>[@LABEL], self_certainty, or a folder of "
+        f"grade reward; or a list of them; null: {REWARD}",
     )
     gold: Text = Field("", description="a judge that training never sees; empty for none")
     train_dataset: str = Field(
@@ -211,8 +215,7 @@ class TrainConfig(GradeConfig):
     eval_dataset: Text = Field("data/reviews/validation.jsonl", description="held-out prompts; empty for none")
     samples: NonNegativeInt = Field(8, description="completions before and after training that are kept as text")
 
-    eval_on_start: bool = Field(True, description="evaluate before the first step")
-    eval_on_end: bool = Field(True, description="evaluate after the last step")
+    eval_on_start: bool = Field(True, description="evaluate before the first step and after the last")
     num_train_epochs: PositiveFloat = Field(1.0, description="passes over the prompts, where max_steps is not set")
 
     @pydantic.model_validator(mode="before")
@@ -220,7 +223,7 @@ class TrainConfig(GradeConfig):
     def _fill(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The example's reward where nothing else is learned, and no evaluation without held-out prompts."""
         if values.get("reward") is None:
-            values = {**values, "reward": [] if values.get("self_certainty_reward") else REWARD}
+            values = {**values, "reward": REWARD}
         if values.get("eval_dataset", "data") in ("", None):
-            values = {**values, "eval_on_start": False, "eval_on_end": False}
+            values = {**values, "eval_on_start": False}
         return values

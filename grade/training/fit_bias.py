@@ -31,15 +31,16 @@ from grade.data.texts import read_texts, sample_texts, score_texts
 from grade.gradients.objective import Objective
 from grade.gradients.tilt import Agreement, Law, fit_values, gradient_values, limit_at
 from grade.models.backbone import Backbone
+from grade.models.batch import Completions, PromptBatch
 from grade.models.head import Head, chunk_rows
-from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples
+from grade.models.prompts import encode_examples
 from grade.models.scoring import predicting_hidden, sequence_kl
 from grade.rewards.rewards import make_rewards
 from grade.stats import Estimate
 from grade.training.config import GradeConfig
 from grade.training.kl_budget import LAST_TOLERANCE, BatchKL, set_length
 
-GRADIENT = "gradient"
+REFERENCE, GRADIENT = "reference", "gradient"
 TARGET_KL = 5.0
 """Nats per completion, where neither an argument nor the settings say how many."""
 PROMPTS, GROUP = 8, 64
@@ -113,10 +114,10 @@ def fit_bias(
     texts: str | Path | Iterable[Mapping[str, Any]] | None = None,
     args: GradeConfig | None = None,
 ) -> BiasFit:
-    """Give a policy the token bias that a reward calls for, at a KL to the reference.
+    """Give a policy the token bias that a reward calls for, at a KL to the policy as given, which is the reference.
 
     Args:
-        policy: The policy. Its bias is set, which `Backbone.save_adapter` then saves.
+        policy: The policy. The bias is added to the one that it has; `Backbone.save_adapter` then saves the sum.
         reward: A reward or a list of them, as for `grade.training.loop.GradeTrainer`.
         prompts: Training prompts: texts, or rows with a ``prompt``.
         target_kl: In nats per completion; None: that of ``args``, else `TARGET_KL`.
@@ -139,6 +140,7 @@ def fit_bias(
     """
     config = args or GradeConfig()
     policy, target = policy.view(None, config.temperature), target_kl or config.target_kl or TARGET_KL
+    policy.set_reference(policy.policy_values())
     rewards = make_rewards(reward, policy, config.reward_weights, None, config.reward_scope)
     objective = Objective(rewards, 0.0, config.reward_scope)
     most, least = config.max_completion_length, config.min_completion_length
@@ -155,35 +157,33 @@ def fit_bias(
     sampled = partial(sample_texts, backbone=policy, completion_tokens=most, generator=generator, min_new_tokens=least)
 
     if texts is None:
-        texts = GRADIENT if all(part.differentiable for part in rewards.learned) else f"reference:{PROMPTS * GROUP}"
-    named = texts if isinstance(texts, str) else ""
-    own = re.fullmatch(r"reference:(\d+)", named)
-    averaged = re.fullmatch(rf"{GRADIENT}(?::([1-9]\d*))?", named)
+        texts = GRADIENT if all(part.differentiable for part in rewards.learned) else REFERENCE
+    named = isinstance(texts, str) and re.fullmatch(rf"({REFERENCE}|{GRADIENT})(?::([1-9]\d*))?", texts)
+    source, number = named.groups() if named else ("texts", None)
     with policy.reference():
-        number = max(PROMPTS, -(-int(own[1]) // GROUP)) if own else PROMPTS
-        judged = sampled(drawn(number).repeat(GROUP), rewards=rewards)
+        asked = max(PROMPTS, -(-int(number or 1) // GROUP)) if source == REFERENCE else PROMPTS
+        used = judged = sampled(drawn(asked).repeat(GROUP), rewards=rewards)
     told, vocab = (judged.ids, judged.mask, judged.rewards), policy.vocab_size
-    if own:
-        fit, source, number = fit_values(*told, vocab, group=GROUP), "reference", len(judged)
-        values, r2, slope = fit.values, fit.r2, fit.slope
+    if source == REFERENCE:
+        found = fit_values(*told, vocab, group=GROUP)
+        values = found.values
     else:
-        if averaged:
+        if source == GRADIENT:
             objective.require_gradient("texts: gradient")
-            number = int(averaged[1] or AVERAGED)
-            part = judged[:: max(1, len(judged) // number)][:number]
-            values, source, number = gradient_values(objective, policy, _batches(part)), GRADIENT, len(part)
+            most_used = int(number or AVERAGED)
+            used = judged[:: max(1, len(judged) // most_used)][:most_used]
+            values = gradient_values(objective, policy, _batches(used))
         else:
             longest = config.max_prompt_length or judged.prompts.ids.shape[1]
             rows = read_texts(texts, policy.tokenizer, longest, most)
-            scored = score_texts(rows, policy, rewards, completion_tokens=most, encode=encode)
-            values = fit_values(scored.ids, scored.mask, scored.rewards, vocab, scored.prompts).values
-            source, number = "texts", len(scored)
+            used = score_texts(rows, policy, rewards, completion_tokens=most, encode=encode)
+            values = fit_values(used.ids, used.mask, used.rewards, vocab, used.prompts).values
         found = Agreement.of(values, *told, GROUP)
-        r2, slope = found.r2, found.slope
     values = values.to(policy.device)
 
     few = judged[:: len(judged) // OWN[0]]
-    policy.set_token_bias(torch.zeros(vocab))
+    if policy.token_bias is None:
+        policy.set_token_bias(torch.zeros(vocab))
     set_length(policy, BatchKL(policy, _batches(few), least), values, target, CLOSE)
     for size in OWN[:-1]:
         batch = BatchKL(policy, _batches(sampled(drawn(size), rewards=None)), least)
@@ -198,20 +198,20 @@ def fit_bias(
 
     with torch.no_grad(), policy.reference():
         hidden = predicting_hidden(policy, few.prompts, few.ids)[few.mask.bool()]
-    length = float(policy.token_bias.norm() / values.norm().clamp(min=1e-30))
+    added = policy.token_bias - policy.reference_bias()
+    length = float(added.norm() / values.norm().clamp(min=1e-30))
     predicted = tilted(policy.ref_head, hidden, values, [length * share for share in LENGTHS]) / len(few)
-    frontier = [{"kl": kl, "gain": slope * gain} for kl, gain in predicted.tolist()]
+    frontier = [{"kl": kl, "gain": found.slope * gain} for kl, gain in predicted.tolist()]
     seen = judged.ids[judged.mask.bool()].bincount(minlength=vocab) > 0
     return BiasFit(
-        values, source, number, r2, frontier, _limits(judged.rewards.view(-1, GROUP)), target, kl,
+        values, source, len(used), found.r2, frontier, _limits(judged.rewards.view(-1, GROUP)), target, kl,
         Estimate.of(before[before.isfinite()]), Estimate.of(gain[gain.isfinite()]),
         *extremes(values * seen, policy.tokenizer),
     )  # fmt: skip
 
 
-def _batches(texts: ScoredTexts) -> list[tuple[PromptBatch, Tensor, Tensor]]:
-    parts = (texts[start : start + GROUP] for start in range(0, len(texts), GROUP))
-    return [(part.prompts, part.ids, part.mask) for part in parts]
+def _batches(texts: Completions) -> list[tuple[PromptBatch, Tensor, Tensor]]:
+    return [texts[start : start + GROUP].text for start in range(0, len(texts), GROUP)]
 
 
 @torch.no_grad()

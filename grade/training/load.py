@@ -62,7 +62,7 @@ def load_task(
     divided = divider(config) is not None
     backbone = Backbone.load(
         config.model, config.dtype, config.lora if new_adapter else None, adapter or config.adapter or None,
-        "cpu" if divided else device, config.attention, config.seed,
+        "cpu" if divided else device, config.attention, config.seed, config.quantization_config,
     )  # fmt: skip
     if divided:  # before rewards read its tables; no device need hold all of it
         place_policy(backbone, config)
@@ -131,9 +131,10 @@ def make_policy(
         kwargs = {name: value for name, value in given if value not in (None, neutral.get(name))}
         dtype = str(kwargs.pop("dtype" if "dtype" in kwargs else "torch_dtype", "float32")).removeprefix("torch.")
         attention = kwargs.pop("attn_implementation", "auto")
-        for name in kwargs:
-            raise InputError("model_init_kwargs", name, "dtype (or torch_dtype) and attn_implementation alone")
-        backbone = Backbone.load(str(model), dtype, attention=attention)
+        for name in kwargs.keys() - {"quantization_config"}:
+            allowed = "dtype (or torch_dtype), attn_implementation and quantization_config alone"
+            raise InputError("model_init_kwargs", name, allowed)
+        backbone = Backbone.load(str(model), dtype, attention=attention, **kwargs)
     elif isinstance(model, PreTrainedModel | PeftModel):
         backbone = Backbone(model, tokenizer or _tokenizer_of(model))
     else:
@@ -172,7 +173,7 @@ def place_policy(backbone: Backbone, config: GradeConfig) -> None:
         return
     if config.bf16:
         for p in backbone.model.parameters():  # the frozen base; the adapter keeps its own type
-            if not p.requires_grad:
+            if not p.requires_grad and p.is_floating_point():  # quantised weights are not
                 p.data = p.data.to(torch.bfloat16)
     if (divide := divider(config)) is not None:
         divide(backbone, config.device)
@@ -186,7 +187,7 @@ def name_base(backbone: Backbone, name: str | None = None) -> None:
     Without a name it is the Hugging Face id, or the absolute path of the folder that the base was read from.
     """
     config = None if backbone.peft is None else backbone.peft.peft_config[backbone.peft.active_adapter]
-    source = name or backbone.model.config._name_or_path or (config and config.base_model_name_or_path)
+    source = name or backbone.model.config.name_or_path or (config and config.base_model_name_or_path)
     if name is None and source and Path(source).is_dir():
         source = str(Path(source).resolve())
     backbone.base_name = source or ""
@@ -195,7 +196,7 @@ def name_base(backbone: Backbone, name: str | None = None) -> None:
 
 
 def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
-    name, allowed = model.config._name_or_path, "the policy's tokenizer: the model does not name a place that has one"
+    name, allowed = model.config.name_or_path, "the policy's tokenizer: the model does not name a place that has one"
     if not name:
         raise InputError("processing_class", None, allowed)
     require_source("processing_class", name, allowed)

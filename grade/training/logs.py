@@ -176,15 +176,18 @@ def write_log(folder: str | Path, rows: list[dict[str, Any]]) -> None:
 
 
 class Lines(ProgressCallback):
-    """A short line for every row of the log, with one completion after an evaluation; a bar where somebody sees it."""
+    """A short line for every row of the log, with one completion after an evaluation.
 
-    def __init__(self, evaluations: Mapping[int, Evaluation], write: Callable[[str], None] = tqdm.write) -> None:
+    Lines that tqdm writes, as by default, stand above a bar where somebody sees it.
+    """
+
+    def __init__(self, evaluations: Mapping[int, Evaluation], write: Callable[[str], None] | None = None) -> None:
         super().__init__()
-        self.evaluations, self.write = evaluations, write
+        self.evaluations, self.bar, self.write = evaluations, write is None, write or tqdm.write
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the bar, which the base class moves and closes."""
-        hidden = args.disable_tqdm or timeless() or not state.is_world_process_zero
+        hidden = not self.bar or timeless() or not state.is_world_process_zero
         hidden = hidden or None  # None: where there is no terminal
         self.training_bar = tqdm(total=state.max_steps, desc="training", leave=False, disable=hidden)
         self.current_step = 0

@@ -35,7 +35,7 @@ from transformers.trainer_utils import TrainOutput
 
 from grade.errors import InputError
 from grade.files import atomic, write_text
-from grade.gradients.learner import Microbatch, StepContext, prompts_of
+from grade.gradients.learner import OWN_RATE, Microbatch, StepContext, prompts_of
 from grade.gradients.methods import AUTO, METHODS, TEACHER
 from grade.gradients.objective import GradientStep, Objective
 from grade.models.noise import RowGenerator
@@ -44,7 +44,7 @@ from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
-from grade.training.checkpoint import checkpoints_of, load_checkpoint, remove_older, restore_best, save_checkpoint
+from grade.training.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.load import checked_rows, make_policy, place_policy
@@ -126,12 +126,11 @@ class GradeTrainer:
         self.chosen: dict[str, str] = {}
         self.backbone.set_reference(self.backbone.policy_values())
         teacher = teacher or getattr(config, "teacher", None)
-        rewards, certain = None, getattr(config, "self_certainty_reward", False)
-        if reward_funcs not in (None, []) or teacher is None or certain:
+        rewards = None
+        if reward_funcs not in (None, []) or teacher is None:
             rewards = make_rewards(
-                reward_funcs, self.backbone, config.reward_weights, reward_processing_classes, config.reward_scope,
-                certain,
-            )  # fmt: skip
+                reward_funcs, self.backbone, config.reward_weights, reward_processing_classes, config.reward_scope
+            )
         self.config = config = self._with_method(config, rewards, teacher)
         self.train_dataset = checked_rows(train_dataset, "train_dataset", self.backbone, config)
         self.rows = 0 if self.train_dataset is None else len(self.train_dataset)
@@ -178,7 +177,8 @@ class GradeTrainer:
     def _with_method(self, config: GradeConfig, rewards: Any, teacher: Any) -> GradeConfig:
         """The settings with the method that ``auto`` stands for."""
         if config.method == AUTO:
-            chosen, why = import_object("grade.training.auto:choose_method")(config, teacher is not None)
+            others = teacher is not None or any(part.of_policy for part in rewards.parts)
+            chosen, why = import_object("grade.training.auto:choose_method")(config, others)
             if rewards is None:
                 chosen, why = {"method": TEACHER}, "no reward but a teacher, so the value of every token is known"
             config = config.replace(**chosen)
@@ -199,7 +199,7 @@ class GradeTrainer:
         if self.optimizer is None:
             groups: list[dict[str, Any]] = [{"params": self.backbone.trainable_parameters()}]
             if others := self.method.parameters():
-                groups.append({"params": others, "lr": config.value_learning_rate})
+                groups.append({"params": others, "lr": OWN_RATE})
             self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay)
         if self.lr_scheduler is None and config.max_steps > 0:
             self.lr_scheduler = get_scheduler(
@@ -223,8 +223,8 @@ class GradeTrainer:
         finally:
             if self.sampler is not None:
                 self.sampler.close()
-        if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
-            restore_best(self.backbone, self.state.best_model_checkpoint)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self.backbone.restore(self.state.best_model_checkpoint)
             best = Path(self.state.best_model_checkpoint).name
             self.choose("policy", f"that of {best}, whose {self.config.metric_for_best_model} is the best")
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -372,7 +372,7 @@ class GradeTrainer:
     def _log_evaluate_save(self) -> None:
         last = self.state.global_step >= self.config.max_steps
         control = self.control
-        control.should_evaluate = control.should_evaluate or (last and self.config.eval_on_end)
+        control.should_evaluate = control.should_evaluate or (last and self.config.eval_on_start)
         # An evaluation without the step's own row would have no samples and seconds beside it.
         if control.should_log or last or control.should_evaluate:
             self._log_step()
@@ -381,8 +381,7 @@ class GradeTrainer:
             if self.config.save_strategy == "best":
                 self.control.should_save = better
         if self.control.should_save:
-            folder = save_checkpoint(self)
-            remove_older(folder, self.config.save_total_limit, self.state.best_model_checkpoint)
+            save_checkpoint(self)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _log_step(self) -> None:
@@ -456,8 +455,8 @@ class GradeTrainer:
 
     @property
     def kept_step(self) -> int:
-        """The step whose policy is the result: the last one, or with ``load_best_model_at_end`` the best."""
-        best = self.config.load_best_model_at_end and self.state.best_model_checkpoint
+        """The step whose policy is the result: the last one, or with ``metric_for_best_model`` the best."""
+        best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
         return int(best.rpartition("-")[2]) if best else self.state.global_step
 
     def saved_ends(self) -> tuple[Evaluation | None, Evaluation | None]:
@@ -486,7 +485,7 @@ class GradeTrainer:
             self.backbone.save_adapter(folder)
             card = model_card(
                 self.config, *self.saved_ends(), name=folder.resolve().name, method=self.config.method,
-                base=getattr(self.backbone.model.config, "_name_or_path", ""), rewards=self.rewards.names,
+                base=self.backbone.model.config.name_or_path, rewards=self.rewards.names,
                 prompts=f"{self.rows} rows", steps=self.state.global_step, chosen=self.chosen,
             )  # fmt: skip
             write_text(folder / "README.md", card)

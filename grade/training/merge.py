@@ -30,14 +30,14 @@ LOGIT_BIASES = 300
 """Entries of ``logit_bias`` that servers take: OpenAI's protocol has this limit."""
 
 
-class Merged(NamedTuple):
+class _Merged(NamedTuple):
     """What a merged folder holds."""
 
     dtype: torch.dtype  # of the weights
     token_bias: Literal["head", "sequence_bias"] | None  # where the token bias went; None: there was none
 
 
-def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> Merged:
+def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> _Merged:
     """Merge a run's adapter and token bias into their base and write model, tokenizer and generation config.
 
     ``source`` is the folder of a run, of an adapter or of a checkpoint; ``output`` must not exist, or be empty.
@@ -71,8 +71,8 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> M
     model.to(kind).save_pretrained(output)
     tokenizer.save_pretrained(output)
     if place == "sequence_bias":
-        write_json(output / LOGIT_BIAS_FILE, logit_bias(values))
-    return Merged(kind, place)
+        write_json(output / LOGIT_BIAS_FILE, _logit_bias(values))
+    return _Merged(kind, place)
 
 
 @torch.no_grad()
@@ -90,10 +90,10 @@ def add_token_bias(model: PreTrainedModel, values: Tensor) -> Literal["head", "s
     return "sequence_bias"
 
 
-def logit_bias(values: Tensor, n: int = LOGIT_BIASES) -> dict[str, float]:
+def _logit_bias(values: Tensor, n: int = LOGIT_BIASES) -> dict[str, float]:
     """The n largest entries by magnitude of a token bias [V], largest first, as ``logit_bias`` of a server's requests.
 
-    >>> logit_bias(torch.tensor([0.5, -2.0, 0.0, 1.0]), 2)
+    >>> _logit_bias(torch.tensor([0.5, -2.0, 0.0, 1.0]), 2)
     {'1': -2.0, '3': 1.0}
     """
     largest = values.abs().argsort(descending=True, stable=True)[:n]

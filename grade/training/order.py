@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,7 @@ class Order:
 
     def __init__(self, rows: int, config: GradeConfig) -> None:
         self.rows, self.config = rows, config
-        self._passes: list[Sequence[int]] = []  # numbers of rows, in every pass so far
+        self._passes: list[list[int]] = []  # numbers of rows, in every pass so far
         self._shuffler = np.random.default_rng([config.seed, 1])
 
     def microbatches(self) -> list[int]:
@@ -34,6 +33,5 @@ class Order:
         batch, group = self.config.per_device_train_batch_size, self.config.group
         start, size = ((step - 1) * self.config.microbatches + number) * batch // group, max(1, batch // group)
         while len(self._passes) * self.rows < start + size:
-            shuffled = self.config.shuffle_dataset
-            self._passes.append(self._shuffler.permutation(self.rows).tolist() if shuffled else range(self.rows))
+            self._passes.append(self._shuffler.permutation(self.rows).tolist())
         return [self._passes[i // self.rows][i % self.rows] for i in range(start, start + size)]

@@ -1,36 +1,44 @@
 """A training run from beginning to end: load, train or continue, write its files.
 
 ``<output_dir>`` holds ``checkpoint-<step>/`` (to continue from) while it trains; then ``adapter/`` (what PEFT loads,
-with a model card),
-``checkpoints/step-<step>/`` (adapters along the way), ``completions/`` (tables of text with rewards), ``history.csv``,
-``timings.csv``, ``metrics.json`` and ``samples.json``.
+with a model card), ``checkpoints/step-<step>/`` (adapters along the way), ``completions/`` (tables of text with
+rewards), ``history.csv``, ``timings.csv``, ``metrics.json``, ``samples.json``, and one state file with its settings.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 
-from grade.files import atomic, write_json
+from grade.errors import InputError
+from grade.files import atomic, remove, write_json
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.models.token_bias import BIAS_FILE
-from grade.results import peak_memory, write_results
+from grade.results import write_results
 from grade.stats import Estimate
 from grade.training.card import model_card
-from grade.training.checkpoint import OPTIMIZER_FILE
+from grade.training.checkpoint import (
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    check_same,
+    checkpoints_of,
+    last_checkpoint,
+    settings_of,
+)
 from grade.training.evaluate import Evaluation
-from grade.training.folder import Resume, beginning, clear, finish
 from grade.training.load import Prompts, Task, load_task
 from grade.training.logs import Lines, history_rows, write_log
 from grade.training.loop import GradeTrainer
@@ -39,8 +47,6 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
     from grade.training.config import TrainConfig
 
-UNSAVED = {"save_strategy": "no", "load_best_model_at_end": False}
-"""Settings where there are no checkpoints."""
 SMALLEST_WIDTH = 1024
 """Hidden size from which threads help on a CPU: below, they wait for each other. SmolLM2 (576) trains no faster on two
 cores than on one, and three times slower where two processes share them."""
@@ -64,7 +70,7 @@ class RunResult:
 
 
 def train(
-    config: TrainConfig, log: Callable[[str], None] | None = print, resume: Resume = "no",
+    config: TrainConfig, log: Callable[[str], None] | None = print, resume: Literal["no", "yes", "auto"] = "no",
     overwrite: bool = False,
 ) -> RunResult | None:  # fmt: skip
     """Train one policy, or continue an interrupted run, and write its files to ``config.output_dir``.
@@ -82,7 +88,7 @@ def train(
         InputError: For bad input, or a reward or loss that is not finite. The last checkpoint stands.
     """
     main, output = config.process_index == 0, Path(config.output_dir)
-    begin = [beginning(config, resume, overwrite) if main else None]
+    begin = [_beginning(config, resume, overwrite) if main else None]
     if config.world_size > 1:
         broadcast_object_list(begin)
     if begin[0] == "finished":
@@ -91,12 +97,53 @@ def train(
     if config.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if task.backbone.hidden_size < SMALLEST_WIDTH else os.cpu_count() or 1)
     if main and begin[0] is None:
-        clear(output)
+        _clear(output)
     result = run_training(config, task, log, output, begin[0])
     if main:
         write_run(output, config, task, result)
-        finish(config)
+        _finish(config)
     return result
+
+
+def _beginning(
+    config: TrainConfig, resume: Literal["no", "yes", "auto"], overwrite: bool = False
+) -> Path | None | Literal["finished"]:
+    """Where a run begins: at a checkpoint, at the start (None), or nowhere, because it has finished.
+
+    ``resume`` continues what is in the folder, if it has the same settings; ``auto`` starts over if it has others. A
+    run that is there already is otherwise an `InputError`, unless ``overwrite`` starts over.
+    """
+    output, checkpoint = Path(config.output_dir), last_checkpoint(config.output_dir)
+    finished = all((output / name).is_file() for name in (STATE_FILE, "metrics.json"))
+    if overwrite or not (checkpoint or finished):
+        return None
+    if resume == "no":
+        raise InputError("output_dir", str(output), "--resume to continue the run that is there, or --overwrite")
+    try:
+        check_same(checkpoint or output, settings_of(config))
+    except InputError:
+        if resume == "auto":
+            return None
+        raise
+    return checkpoint or "finished"
+
+
+def _clear(output_dir: str | Path) -> None:
+    """Remove what an earlier run left to continue from; its results stand until there are others."""
+    for name in (STATE_FILE, "completions"):
+        remove(Path(output_dir, name))
+    _remove_checkpoints(output_dir)
+
+
+def _finish(config: TrainConfig) -> None:
+    """Note that the results are complete; checkpoints to continue from are no longer needed."""
+    write_json(Path(config.output_dir, STATE_FILE), {"settings": settings_of(config)})
+    _remove_checkpoints(config.output_dir)
+
+
+def _remove_checkpoints(output_dir: str | Path) -> None:
+    for folder in checkpoints_of(output_dir):
+        shutil.rmtree(folder)
 
 
 def run_training(
@@ -108,10 +155,9 @@ def run_training(
     ``log`` receives one line per row of the log. Without ``output_dir`` no checkpoints and tables of text are written.
     """
     with tempfile.TemporaryDirectory() if output_dir is None else nullcontext(str(output_dir)) as place:
-        saved = {} if output_dir else UNSAVED
-        own_lines = log is None and output_dir is not None
-        trainer = _trainer(config, task, task.train_prompts, place, disable_tqdm=not own_lines, **saved)
-        if not own_lines:
+        saved = {} if output_dir else {"save_strategy": "no"}
+        trainer = _trainer(config, task, task.train_prompts, place, **saved)
+        if log is not None or output_dir is None:
             trainer.remove_callback(Lines)
         if log is not None:
             trainer.add_callback(Lines(trainer.evaluations, log))
@@ -130,8 +176,7 @@ def run_training(
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     """Evaluate a task's policy on its first n held-out prompts, as its training run does; KL is to the bare base."""
     with tempfile.TemporaryDirectory() as place:
-        quiet = UNSAVED | {"disable_tqdm": True, "report_to": "none"}
-        trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
+        trainer = _trainer(config, task, [], place, final_eval_prompts=n, save_strategy="no", report_to="none")
         trainer.remove_callback(Lines)
         trainer.backbone.set_reference({})  # or the policy would be measured against itself
         trainer.evaluate()
@@ -201,9 +246,16 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
         "samples": result.history[-1]["samples"],
         "seconds": result.seconds,
         "seconds_per_step": result.seconds / result.step,
-        "peak_memory_bytes": peak_memory(backbone.device),
+        "peak_memory_bytes": _peak_memory(backbone.device),
         "dtype": str(backbone.dtype).removeprefix("torch."),
     }
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Peak memory so far, in bytes: what was allocated on a CUDA device, else the resident set with libraries."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grade.errors import InputError
-from grade.gradients.learner import Completions
+from grade.models.batch import Completions
 from grade.models.noise import draw_rows
 from grade.models.scoring import completion_logps
 

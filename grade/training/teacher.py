@@ -44,12 +44,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from grade.errors import InputError
-from grade.gradients.learner import Completions, Learner
+from grade.gradients.learner import Learner
 from grade.gradients.methods import TEACHER
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.models.adapter import has_lora, saved_values
-from grade.models.backbone import DTYPES, Backbone, load_pretrained
+from grade.models.backbone import Backbone, load_pretrained
 from grade.models.base import FrozenBase
+from grade.models.batch import Completions
 from grade.models.compatibility import probe
 from grade.models.head import Head, row_values, wide
 from grade.models.parameters import share_equal, trained_parameters
@@ -289,11 +290,11 @@ def with_context(row: Mapping[str, Any], context: str) -> dict[str, Any]:
 
 def make_teacher(
     given: str | Path | PreTrainedModel, policy: Backbone, *, weight: float = 1.0, beta: float = 1.0,
-    context: str = "", dtype: str | None = None, encode: Callable[..., PromptBatch] | None = None,
+    context: str = "", encode: Callable[..., PromptBatch] | None = None,
 ) -> Teacher:  # fmt: skip
     """The teacher of a policy, from a name or a model; see the module's table.
 
-    ``dtype`` is that of another model, by default the policy's. A teacher with another vocabulary is an `InputError`.
+    Another model is loaded in the policy's type. A teacher with another vocabulary is an `InputError`.
     """
     encode = encode or partial(encode_examples, policy.tokenizer, warn_raw=False)
     teacher = Teacher(policy, weight, beta, context=context, encode=encode)
@@ -304,8 +305,7 @@ def make_teacher(
         if has_lora(given) or values is not None:
             adapter = saved_values(policy.peft, given) if has_lora(given) else None
             return replace(teacher, adapter=adapter, token_bias=values)
-        dtype = policy.dtype if dtype is None else DTYPES[dtype]
-        model, tokenizer = load_pretrained(given, dtype, field="teacher")
+        model, tokenizer = load_pretrained(given, policy.dtype, field="teacher")
     elif given is policy.model or not isinstance(given, PreTrainedModel):
         allowed = f"a name, a PreTrainedModel of its own, or {BASE!r}: the policy's base, which has its adapter by now"
         raise InputError("teacher", type(given).__name__, allowed)
@@ -352,7 +352,7 @@ def add_teacher(
     encode = partial(encode_examples, trainer.backbone.tokenizer, **reading)
     teacher = make_teacher(
         given, trainer.backbone, weight=settings.teacher_weight, beta=settings.teacher_beta,
-        context=settings.teacher_context, dtype=settings.teacher_dtype, encode=encode,
+        context=settings.teacher_context, encode=encode,
     )  # fmt: skip
     rows = trainer.train_dataset
     for number in range(len(rows) if settings.teacher_context and rows is not None else 0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field, NonNegativeFloat
@@ -15,9 +15,6 @@ class TeacherSettings(Config):
 
     teacher: str | None = Field(
         None, description="model to learn from: a folder or hub id, an adapter of the same base, or base"
-    )
-    teacher_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
-        None, description="type of another model as teacher; null: the policy's"
     )
     teacher_beta: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0,

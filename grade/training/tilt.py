@@ -10,7 +10,7 @@ A differentiable reward is also asked for its gradient; the regression then expl
 
 With ``then`` the bias is kept as it is from the middle of the run on, and another method trains the adapter beside it:
 what context explains, a bias cannot have. With ``then: auto`` the order is the other: `rloo` begins, and the values are
-fitted to its completions. After a quarter of the run the bias takes over, if these values predicted rewards of
+fitted to its completions. After a quarter or half of the run the bias takes over, if these values predicted rewards of
 completions that they were not fitted on; otherwise `rloo` goes on, as if nothing had been fitted.
 """
 
@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grade.errors import InputError
-from grade.gradients.learner import Completions, Learner, Microbatch, StepContext
+from grade.gradients.learner import Learner, Microbatch, StepContext
 from grade.gradients.methods import AUTO, FALLBACK, METHODS, TILT
-from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import penalised, scored_rewards
+from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.gradients.tilt import Agreement, fit_values, gradient_values
+from grade.models.batch import Completions
 from grade.models.scoring import kl_and_entropy
 from grade.plugins import import_object
 
@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 SECOND_HALF = 0.5
 """Share of the steps after which ``then`` trains the adapter."""
-TRIAL = 0.25
-"""Share of the steps after which ``then: auto`` decides. By then `rloo` has used a sixteenth of the budget for KL."""
+TRIALS = (0.25, 0.5)
+"""Shares of the steps after which ``then: auto`` looks. By then `rloo` has used a sixteenth and a quarter of the budget
+for KL: what the bias finds later than that comes too late."""
 SIGNIFICANT = 2.0
 """Standard errors by which rewards must be correlated with what the values predicted of them."""
 
@@ -64,15 +65,13 @@ class TiltLearner(Learner):
             values = {key: getattr(config, key) for key in config.model_fields_set} | {"num_generations": config.group}
             second = config.base(**config.values_for(name, values))
             self.second = import_object(METHODS[name].learner)(second, backbone)
-        self.ids, self.mask, self.rewards = self._empty()  # all completions so far, in groups of one prompt
+        rows = torch.zeros(0, config.max_completion_length, dtype=torch.long)
+        # All completions so far, in groups of one prompt.
+        self.ids, self.mask, self.rewards = rows, rows.clone(), torch.zeros(0, dtype=torch.float64)
         self.gradient = torch.zeros(backbone.vocab_size)  # values by the reward's gradient, summed over steps
         self.values: Tensor | None = None  # [V] in units of the reward
         self.agreement = Agreement()  # of all rewards with what was predicted of them
         self.trusted = False  # with `auto`: whether the bias has taken over
-
-    def _empty(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows = torch.zeros(0, self.config.max_completion_length, dtype=torch.long)
-        return rows, rows.clone(), torch.zeros(0, dtype=torch.float64)
 
     def parameters(self) -> list[nn.Parameter]:  # noqa: D102
         return [] if self.second is None else self.second.parameters()
@@ -126,14 +125,14 @@ class TiltLearner(Learner):
             return True, False
         if self.config.then != AUTO:
             return share < SECOND_HALF, share >= SECOND_HALF
-        if last < TRIAL <= share:
+        if not self.trusted and any(last < trial <= share for trial in TRIALS):
             self.trusted = self.agreement.t > SIGNIFICANT
             what = "takes over" if self.trusted else f"is not used: {FALLBACK} goes on"
             logger.warning(
                 f"token bias: {what} from step {step + 1}, as tokens predict {self.agreement.r2:.3f} of the variance "
                 f"of new completions' rewards ({self.agreement.t:.1f} standard errors; {SIGNIFICANT:g} are asked for)"
             )
-        return share < TRIAL or self.trusted, share < TRIAL or not self.trusted
+        return self.trusted or share < TRIALS[-1], not self.trusted
 
     def _other(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
@@ -145,10 +144,10 @@ class TiltLearner(Learner):
     @torch.no_grad()
     def _scored(self, completions: Completions, objective: Objective) -> GradientStep:
         prompts, ids, mask = completions.text
-        reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
+        reward = self.rewards_of(prompts, ids, mask, objective)
         states = self.hidden(prompts, ids), self.reference(prompts, ids)
         kl, entropy = kl_and_entropy(self.backbone, *states, mask)
-        loss = -penalised(reward, kl, mask, objective.beta).nanmean().nan_to_num(0.0)
+        loss = -(reward - objective.beta * sequence_mean(kl, mask)).nanmean().nan_to_num(0.0)
         return GradientStep(ids, mask, reward, kl, loss, scores=objective.reward_model.last, entropy=entropy)
 
     def _remember(self, parts: Sequence[GradientStep], context: StepContext) -> None:

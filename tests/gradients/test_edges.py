@@ -65,7 +65,7 @@ def test_where_no_reward_is_better_an_untrained_policy_keeps_to_its_reference(me
 
 
 def test_ppo_learns_from_a_single_completion_whose_reward_nothing_is_compared_with():
-    own = learner(toy_task().backbone, "ppo", num_generations=1, whiten_advantages=True)
+    own = learner(toy_task().backbone, "ppo", num_generations=1)
     assert take(own, lambda ids, mask: mask.sum(1).float(), prompts=1).norm() > 1e-3
 
 

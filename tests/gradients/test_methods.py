@@ -6,12 +6,12 @@ from grade.errors import InputError
 from grade.gradients.methods import METHODS, TEACHER, TILT, MethodConfig
 from grade.gradients.policy_gradient import POLICY_GRADIENT_METHODS
 
-OWN = {"hops": 3, "epsilon": 0.1, "gamma": 0.9, "baseline_momentum": 0.5}
+OWN = {"hops": 3, "epsilon": 0.1, "scale_rewards": "group", "tau": 0.5}
 HAVING = {
     "hops": lambda m: m not in (*POLICY_GRADIENT_METHODS, TEACHER, TILT, "auto") and not m.endswith("_legacy"),
     "epsilon": lambda m: m in ("grpo", "ppo", "auto"),
-    "gamma": lambda m: m == "ppo",
-    "baseline_momentum": lambda m: m == "reinforce",
+    "scale_rewards": lambda m: m in ("grpo", "auto"),
+    "tau": lambda m: m not in (*POLICY_GRADIENT_METHODS, TEACHER, TILT, "auto"),
 }
 
 
@@ -45,11 +45,3 @@ def test_a_config_can_be_made_again_with_other_values():
     config = MethodConfig(method="auto", num_generations=4)
     changed = config.replace(method="grpo", epsilon=0.1)
     assert (changed.method, changed.num_generations, changed.epsilon, config.method) == ("grpo", 4, 0.1, "auto")
-
-
-@pytest.mark.parametrize(("end", "steps", "tau"), [(None, 0, 0.5), (0.5, 0, 0.5), (1.0, 4, 0.75)])
-def test_the_temperature_stays_or_is_annealed_in_some_steps(end, steps, tau):
-    values = dict(method="ste", tau_start=0.5, tau_end=end)
-    assert MethodConfig(**values, tau_anneal_steps=steps).relaxation(2).tau == tau
-    with pytest.raises(InputError, match=f"tau_anneal_steps: got {4 - steps}; allowed: at least 1"):
-        MethodConfig(**values, tau_anneal_steps=4 - steps)

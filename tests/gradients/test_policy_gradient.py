@@ -1,18 +1,21 @@
 """Policy gradients against the enumerated gradient of the objective, and against themselves in parts."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from conftest import ToyReward, flat_grad, gradient, make_backbone, tiny_gpt2
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from grade.experiments.enumeration import every_completion
 from grade.gradients import losses
-from grade.gradients.learner import Completions, StepContext
+from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.policy_gradient import PolicyGradient
+from grade.models.batch import Completions
 from grade.models.head import CHUNK_ROWS, self_certainty
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
@@ -120,11 +123,17 @@ def test_greedy_completions_are_as_good_as_remaxs_baseline_penalty_included():
     torch.testing.assert_close(found, flat_grad(BETA * sequence_mean(kl, greedy.mask).mean(), backbone))
 
 
-def test_ppo_without_whitening_is_unbiased_where_every_completion_has_the_same_length():
+def without_whitening(monkeypatch, gae_lambda=1.0):
+    monkeypatch.setattr(losses, "gae", partial(losses.gae, gae_lambda=gae_lambda))
+    monkeypatch.setattr(losses, "equal", lambda over, dtype: False)
+    monkeypatch.setattr(losses, "whiten", lambda values, mask, over: (values, 1.0))
+
+
+def test_ppo_without_whitening_is_unbiased_where_every_completion_has_the_same_length(monkeypatch):
     """Per-token penalties are divided by the length, which later tokens decide; so only there."""
     backbone = policy()
-    options = dict(whiten_advantages=False, gae_lambda=1.0, passes_per_step=1)
-    got = expected_gradient("ppo", backbone, 1, least=T, **options)
+    without_whitening(monkeypatch)
+    got = expected_gradient("ppo", backbone, 1, least=T, passes_per_step=1)
     torch.testing.assert_close(got, exact_gradient(backbone, least=T))
 
 
@@ -145,9 +154,21 @@ def test_one_pass_and_scoring_first_give_one_gradient():
     torch.testing.assert_close(found[2], found[0])
 
 
+def test_kl_without_a_weight_costs_no_product_for_its_gradient():
+    backbone, flops = policy(vocab=11), []
+    own = learner(backbone, "rloo")
+    completions = own.sample(prompt().repeat(4), torch.Generator().manual_seed(0))
+    for beta in (BETA, 0.0):
+        with FlopCounterMode(display=False) as counter:
+            own.accumulate(completions, Objective(Reward(16), beta))
+        flops.append(counter.get_total_flops())
+    rows, width = completions.ids.numel(), backbone.hidden_size
+    assert flops[0] - flops[1] == 2 * rows * width * backbone.vocab_size
+
+
 def test_later_passes_clip_and_the_value_head_learns_alone():
     backbone = policy(vocab=7)
-    own = learner(backbone, "ppo", max_completion_length=5, passes_per_step=6, value_learning_rate=0.05)
+    own = learner(backbone, "ppo", max_completion_length=5, passes_per_step=6)
     groups = [dict(params=backbone.trainable_parameters(), lr=0.1), dict(params=own.parameters(), lr=0.05)]
     optimizer = torch.optim.Adam(groups)
     own.step([sampled(backbone, own)], objective(), StepContext(1, optimizer.step))
@@ -159,15 +180,18 @@ def test_later_passes_clip_and_the_value_head_learns_alone():
     assert torch.autograd.grad(value, backbone.trainable_parameters()[0], allow_unused=True) == (None,)
 
 
-def test_whitening_keeps_the_balance_of_reward_and_kl():
+def test_whitening_keeps_the_balance_of_reward_and_kl(monkeypatch):
     """At V = 0 it only shifts and scales advantages; KL's own gradient is scaled alike. A shift costs no bias."""
     backbone = policy(vocab=7)
     batch, found = None, {}
     for whiten in (False, True):
-        own = learner(backbone, "ppo", max_completion_length=5, passes_per_step=1, whiten_advantages=whiten)
+        own = learner(backbone, "ppo", max_completion_length=5, passes_per_step=1)
         batch = batch or sampled(backbone, own)
         backbone.zero_grad(set_to_none=True)
-        own.step([batch], objective(), StepContext(1, lambda: None))
+        with monkeypatch.context() as patch:
+            if not whiten:
+                without_whitening(patch, gae_lambda=0.95)
+            own.step([batch], objective(), StepContext(1, lambda: None))
         found[whiten] = gradient(backbone)
     logps = completion_logps(backbone, batch.prompts, batch.ids, batch.mask)
     reward = objective().score(backbone, batch.prompts, batch.ids, batch.mask)

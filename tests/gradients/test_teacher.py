@@ -10,11 +10,12 @@ from models.test_all_action import HEADS, make_head, randn
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
-from grade.gradients.learner import Completions, StepContext
+from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
 from grade.models.base import FrozenBase
+from grade.models.batch import Completions
 from grade.models.scoring import predicting_hidden
 from grade.rewards.rewards import Rewards
 from grade.training.teacher import Teacher, TeacherGradient, TeacherReward, jensen_shannon, make_teacher, with_context

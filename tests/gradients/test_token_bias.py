@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import VOCAB, ToyReward, generator, gradient, make_backbone, make_prompts, tiny_gpt2
-from gradients.test_policy_gradient import T, exact_gradient, expected_gradient, policy
+from gradients.test_policy_gradient import T, exact_gradient, expected_gradient, policy, without_whitening
 
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
@@ -110,11 +110,13 @@ def test_replay_trains_a_bias_without_an_adapter():
 @pytest.mark.parametrize(
     ("method", "group", "least"), [("reinforce", 1, 1), ("remax", 1, 0), ("rloo", 2, 0), ("grpo", 2, 1), ("ppo", 1, T)]
 )
-def test_a_policy_gradients_expectation_is_the_gradient_of_the_objective(method, group, least, trainable):
+def test_a_policy_gradients_expectation_is_the_gradient_of_the_objective(method, group, least, trainable, monkeypatch):
     """Of every completion, with its probability; naive autograd on dense logits gives the other side."""
     backbone = policy()
     backbone.set_token_bias(torch.tensor([0.5, -0.4, 0.3]), trainable)
-    options = dict(whiten_advantages=False, gae_lambda=1.0, passes_per_step=1) if method == "ppo" else {}
+    options = dict(passes_per_step=1) if method == "ppo" else {}
+    if method == "ppo":
+        without_whitening(monkeypatch)
     want = exact_gradient(backbone, least=least)
     assert want[-3:].norm() > 1e-3
     torch.testing.assert_close(expected_gradient(method, backbone, group, least, **options), want)

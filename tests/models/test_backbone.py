@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     CohereConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -82,6 +83,7 @@ def test_replay_equals_the_unrolled_graph(family):
 @pytest.mark.parametrize("config", [
     tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5), GPTNeoXConfig(**COMMON, hidden_dropout=0.5, attention_dropout=0.5),
     MixtralConfig(**GROUPED, num_local_experts=4, router_jitter_noise=0.5, attention_dropout=0.5),
+    FalconConfig(**COMMON, hidden_dropout=0.5, attention_dropout=0.5),  # whose layers read the configuration's rates
 ], ids=lambda config: config.model_type)  # fmt: skip
 def test_a_base_that_was_put_into_training_mode_has_neither_dropout_nor_a_routers_noise(config):
     backbone = make_backbone(config)

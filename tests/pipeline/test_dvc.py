@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from grade.training.config import TrainConfig
 
 # What no result depends on: input checks, writing of files, and what only finds and starts a command.
 NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/config_files.py", "grade/files.py", "grade/results.py",
-           "grade/cli/", "grade/experiments/commands/", "grade/pipeline/")  # fmt: skip
+           "grade/cli/", "grade/pipeline/commands/", "grade/pipeline/notebook.py")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,15 @@ def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
                 assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"
 
 
+def test_a_stage_depends_on_the_files_that_its_parameters_name(pipeline):
+    profile, found = pipeline
+    for name, stage in found.items():
+        for file in (dep for dep in stage.deps if dep.startswith(f"params/{profile}/")):
+            for path in re.findall(r"\b(?:data|models|outputs)/[\w/-]+", str(profile_values(profile, Path(file).stem))):
+                # Of a folder of runs, those that are read.
+                assert any(covers(dep, path) or covers(path, dep) for dep in stage.deps), f"{name} reads {path}"
+
+
 # --- outputs ---
 
 
@@ -196,7 +206,8 @@ def test_a_profile_names_itself_and_its_folder_and_every_file_of_it_is_read(pipe
     assert suite["profile"] == profile
     assert suite["outputs"] == ("outputs" if profile == "cpu" else f"outputs/{profile}")
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "params" / profile).glob("*.yaml")}
-    assert files - {f"params/{profile}/suite.yaml"} == {
+    # The notebook beside TRL needs the extra `peers`, so no stage runs it.
+    assert files - {f"params/{profile}/suite.yaml", "params/full/beside_trl.yaml"} == {
         dep for stage in found.values() for dep in stage.deps if dep.startswith(f"params/{profile}/")
     }
 

@@ -119,7 +119,7 @@ def test_bad_lists_of_rewards_are_refused(funcs, weights, tokenizers, match, pol
 
 def test_a_classifier_object_needs_a_tokenizer(policy, make_classifier):
     model = make_classifier("bert")
-    model.config._name_or_path = ""
+    model.config.name_or_path = ""
     with pytest.raises(InputError, match="reward: tokenizer: got ''; allowed: .* reward_processing_classes"):
         make_rewards(model, policy)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from runs import in_child, settings, toy_project, wait
 
+from grade.training.checkpoint import last_checkpoint
 from grade.training.config import TrainConfig
-from grade.training.folder import last_checkpoint
 from grade.training.run import train
 
 SAME = ("adapter/adapter_model.safetensors", "adapter/optimizer.pt", "history.csv", "metrics.json", "samples.json")

@@ -32,7 +32,7 @@ def test_every_saved_adapter_has_the_fingerprint_of_its_base_and_sorted_settings
 
 def test_the_best_policy_is_the_result_with_its_own_figures_and_optimizer(run, tmp_path):
     config = settings("ste", run[1] | {
-        "load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True,
+        "metric_for_best_model": "reward",
         "eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 6,
     }, tmp_path / "run")  # fmt: skip
     train(config, lambda line: None)

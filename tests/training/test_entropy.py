@@ -19,7 +19,7 @@ from grade.training.teacher import Teacher, TeacherReward
 TEMPERATURE, LEAST = 0.7, 2
 SETTINGS = {
     "ste": {}, "gumbel_rao": {}, "st": {}, "ste_legacy": {}, "reinforce": {}, "remax": {}, "rloo": {"train_bias": True},
-    "grpo": {"passes_per_step": 2, "minibatches": 2}, "ppo": {"passes_per_step": 2}, "tilt": {"beta": 0.1},
+    "grpo": {"passes_per_step": 2}, "ppo": {"passes_per_step": 2}, "tilt": {"beta": 0.1},
     "teacher": {}, "teacher near": {"beta": 0.3},
 }  # fmt: skip
 

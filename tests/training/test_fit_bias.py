@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from conftest import save_toy_base
+from training.test_reference import given_policy
 from training.test_tilt import Added, T, noise
 
 from grade import GradeConfig, fit_bias
@@ -14,8 +15,9 @@ from grade.data.texts import sample_texts
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.head import kl_divergence
 from grade.models.prompts import encode_prompts
-from grade.models.scoring import sequence_kl
+from grade.models.scoring import predicting_hidden, sequence_kl
 from grade.rewards.rewards import make_rewards
 from grade.training.fit_bias import LENGTHS, tilted
 from grade.training.toy import toy_task
@@ -86,6 +88,24 @@ def test_a_reward_that_tokens_do_not_explain_is_said_to_be_one(reward):
     if reward is not noise:
         assert not task.backbone.token_bias.any() and found.kl.mean == 0 and not found.limit
         assert "limit of any policy unknown: some completions have no reward" in found.summary()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_kl_is_to_the_policy_as_given_whose_adapter_and_bias_stay(bias):
+    task, given = given_policy(bias=bias)
+    policy, before = task.backbone, 0 if not bias else task.backbone.token_bias.detach().clone()
+    found = fit_bias(policy, lambda completions, **_: [1.0] * len(completions), task.train_prompts, 0.5, args=ARGS)
+    assert found.kl.mean == 0 and torch.equal(policy.token_bias - before, torch.zeros(policy.vocab_size).double())
+    found = fit_bias(policy, Added(policy.vocab_size), task.train_prompts, 0.5, args=ARGS)
+    texts = sample_texts(
+        encode_prompts(policy.tokenizer, task.validation_prompts, 6).repeat(5), policy, None, completion_tokens=T,
+        min_new_tokens=T, generator=torch.Generator().manual_seed(5),
+    )  # fmt: skip
+    own, other = (predicting_hidden(one, texts.prompts, texts.ids).flatten(0, 1) for one in (policy, given))
+    kl = kl_divergence(policy.head, own, given.head, other).detach().view(texts.mask.shape).sum(1).mean()
+    assert float(kl) == pytest.approx(0.5, rel=0.05) and found.kl.mean == pytest.approx(float(kl), rel=0.05)
+    change = policy.token_bias - before - found.values * (policy.token_bias - before).norm() / found.values.norm()
+    assert change.norm() < 1e-6
 
 
 def test_what_has_no_gradient_cannot_be_asked_for_it():

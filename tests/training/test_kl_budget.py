@@ -119,7 +119,7 @@ def trained(method, rate, folder, steps=6):
     args = TrainConfig(
         method=method, max_prompt_length=6, truncation="right", raw_prompts=True, max_completion_length=8,
         min_completion_length=8, per_device_train_batch_size=128, learning_rate=rate, lr_scheduler_type="constant",
-        seed=0, use_cpu=True, max_steps=steps, target_kl=0.5, save_strategy="no", disable_tqdm=True,
+        seed=0, use_cpu=True, max_steps=steps, target_kl=0.5, save_strategy="no",
         kl_eval_prompts=200, eval_strategy="no", **OWN[method],
     )  # fmt: skip
     return run_training(args, toy_task(), output_dir=folder).history
@@ -149,7 +149,7 @@ def test_a_policy_far_beyond_its_budget_is_drawn_back(tmp_path):
     args = GradeConfig(
         str(tmp_path), method="rloo", num_generations=4, max_prompt_length=6, truncation="right", raw_prompts=True,
         max_completion_length=8, per_device_train_batch_size=64, learning_rate=1e-2, seed=0, use_cpu=True, max_steps=9,
-        target_kl=0.5, beta=0.0, save_strategy="no", disable_tqdm=True, kl_eval_prompts=200, eval_strategy="steps",
+        target_kl=0.5, beta=0.0, save_strategy="no", kl_eval_prompts=200, eval_strategy="steps",
         eval_steps=1, logging_steps=1, report_to="none",
     )  # fmt: skip
     rows = [{"prompt": text} for text in task.train_prompts]

@@ -27,11 +27,12 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.base import Reward
+from grade.training.logs import Lines
 from grade.training.toy import toy_task
 
 SMALL = dict(
     method="rloo", num_generations=4, per_device_train_batch_size=8, max_completion_length=6, max_steps=2,
-    learning_rate=1e-2, beta=0.1, report_to="none", use_cpu=True, disable_tqdm=True, seed=0,
+    learning_rate=1e-2, beta=0.1, report_to="none", use_cpu=True, seed=0,
 )  # fmt: skip
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {i}", "number": i} for i in range(10)])
 
@@ -159,10 +160,10 @@ def test_a_reward_with_weight_0_is_a_metric_and_trains_nothing(base, tmp_path, m
 @pytest.mark.filterwarnings("ignore:all reward functions returned None")
 @pytest.mark.parametrize("method", ["rloo", "ppo"])
 def test_what_no_function_scored_has_no_part_in_logged_means(base, tmp_path, method):
-    def some(completions, number, trainer_state, **_):
-        return [None if i % 2 or trainer_state.global_step == 1 else 4.0 for i in number]
+    def some(completions, trainer_state, **_):
+        return [None if i % 2 or trainer_state.global_step == 1 else 4.0 for i in range(len(completions))]
 
-    changes = dict(method=method, num_generations=4, eval_on_start=True, eval_on_end=False, shuffle_dataset=False)
+    changes = dict(method=method, num_generations=4, eval_on_start=True)
     made = trainer(base, tmp_path, some, held_out=PROMPTS, **changes)
     made.train()
     start, first, second, *_ = made.state.log_history
@@ -225,8 +226,8 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
     def train(resume=None):
         made = trainer(
             base, tmp_path, held_out=PROMPTS.select(range(4)), callbacks=[EarlyStoppingCallback(2)], max_steps=6,
-            learning_rate=1e-9, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
-            metric_for_best_model="eval_reward", greater_is_better=True,
+            learning_rate=1e-9, eval_strategy="steps", eval_steps=1, save_steps=1,
+            metric_for_best_model="eval_reward",
         )  # fmt: skip
         made.train(resume_from_checkpoint=resume)
         assert made.state.global_step == 3  # nothing moves, so later evaluations are no better than the first
@@ -241,8 +242,7 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
 def test_of_so_many_checkpoints_one_is_the_best(base, tmp_path):
     made = trainer(
         base, tmp_path, held_out=PROMPTS.select(range(4)), max_steps=4, learning_rate=1e-9, eval_strategy="steps",
-        eval_steps=1, save_steps=1, save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="reward",
-        greater_is_better=True,
+        eval_steps=1, save_steps=1, save_total_limit=2, metric_for_best_model="reward",
     )  # fmt: skip
     made.train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-4"}
@@ -255,7 +255,7 @@ def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_
         policy = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora, adapter_name=name)
         return trainer(
             policy, folder, held_out=PROMPTS.select(range(4)), max_steps=3, eval_strategy="steps", eval_steps=1,
-            save_steps=1, load_best_model_at_end=True, metric_for_best_model="kl", greater_is_better=False,
+            save_steps=1, metric_for_best_model="kl",
         )  # fmt: skip
 
     def saved(run, step):
@@ -302,7 +302,7 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
         log_extra("torch", list(torch.ones(len(completions))))
         return [float(len(text)) for text in completions]
 
-    options = dict(log_completions=True, logging_steps=2, save_steps=1, held_out=PROMPTS, eval_on_end=True)
+    options = dict(log_completions=True, logging_steps=2, save_steps=1, held_out=PROMPTS, eval_on_start=True)
     trainer(base, tmp_path, reward, **options, **changes).train()
     table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
     assert len(table) == 16 * changes.get("gradient_accumulation_steps", 1)
@@ -512,8 +512,12 @@ def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
 def test_a_row_of_the_log_is_a_short_line(base, tmp_path, capsys, monkeypatch, progress, bar):
     monkeypatch.setenv("GRADE_PROGRESS", progress)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    changes = dict(disable_tqdm=not bar, eval_strategy="steps", eval_steps=2, save_strategy="no")
-    trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), **changes).train()
+    changes = dict(eval_strategy="steps", eval_steps=2, save_strategy="no")
+    made = trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), **changes)
+    if not bar:
+        made.remove_callback(Lines)
+        made.add_callback(Lines(made.evaluations, print))
+    made.train()
     out, err = capsys.readouterr()
     lines = [line.strip() for line in out.splitlines() if line.strip()]
     assert not any("{" in line for line in lines) and ("training:" in err) == bar

@@ -10,7 +10,6 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.models.scoring import predicting_hidden
-from grade.training.config import TrainConfig
 from grade.training.toy import toy_task
 
 
@@ -41,13 +40,12 @@ def test_auto_is_the_default_and_says_what_it_chose_and_why(task, caplog):
         why = "without target_kl or beta nothing limits a token bias"
         assert chosen(task, caplog, reward) == ("rloo", why)
         for limit in ({"target_kl": 1.0}, {"beta": 0.1}):
-            why = "rloo; after a quarter of the steps a token bias, if it predicts the rewards of new completions"
+            why = "rloo; after a quarter or half of the steps a token bias, if it predicts new rewards"
             assert chosen(task, caplog, reward, **limit) == ("tilt", why)
 
 
 def test_settings_of_grpo_mean_grpo_as_in_a_script_for_trl(task, caplog):
     assert chosen(task, caplog, judge, scale_rewards="group") == ("grpo", "scale_rewards is a setting of grpo")
-    assert chosen(task, caplog, judge, self_certainty_reward=True)[0] == "grpo"
 
 
 def test_a_teacher_alone_is_what_is_learned_and_beside_rewards_their_values_are_enough(task, caplog):
@@ -62,14 +60,19 @@ def halves(completions, **_):
     return [0.5 * i for i in range(len(completions))]
 
 
+def test_a_reward_that_changes_with_the_policy_fits_no_token_bias(task, caplog):
+    assert chosen(task, caplog, ["self_certainty", judge], target_kl=1.0)[0] == "rloo"
+
+
 @pytest.mark.parametrize("reward", [None, halves])
 def test_self_certainty_is_learned_alone_or_beside_a_reward(task, reward, tmp_path):
     args = GradeConfig(
-        tmp_path, use_cpu=True, self_certainty_reward=True, per_device_train_batch_size=4, num_generations=4,
+        tmp_path, use_cpu=True, per_device_train_batch_size=4, num_generations=4,
         max_completion_length=4, max_prompt_length=6, truncation="right", raw_prompts=True, max_steps=1,
         save_strategy="no", report_to="none",
     )  # fmt: skip
-    trainer = GradeTrainer(task.backbone, reward, args, [{"prompt": text} for text in task.train_prompts[:4]])
+    rewards = "self_certainty" if reward is None else [reward, "self_certainty"]
+    trainer = GradeTrainer(task.backbone, rewards, args, [{"prompt": text} for text in task.train_prompts[:4]])
     assert trainer.rewards.names == ([] if reward is None else ["halves"]) + ["self_certainty"]
     prompts = trainer.encode(trainer.train_dataset[:2])
     ids, mask = torch.arange(3, 11).view(2, 4), torch.ones(2, 4, dtype=torch.long)
@@ -86,11 +89,6 @@ def test_self_certainty_is_learned_alone_or_beside_a_reward(task, reward, tmp_pa
     assert mean > 0 and row["reward"] == pytest.approx(mean + (0 if reward is None else 0.75), rel=1e-5)
 
 
-def test_a_run_for_self_certainty_alone_needs_no_reward():
-    assert TrainConfig.parse({"self_certainty_reward": True}).reward == []
-    assert TrainConfig.parse({"self_certainty_reward": True, "reward": "a:b"}).reward == "a:b"
-
-
 def test_settings_of_others_are_one_line():
-    with pytest.raises(InputError, match="got 'tau_start'; allowed: a setting of this method: only gumbel, ste"):
-        MethodConfig(tau_start=1.0)
+    with pytest.raises(InputError, match="got 'tau'; allowed: a setting of this method: only gumbel, ste"):
+        MethodConfig(tau=1.0)

@@ -7,10 +7,10 @@ import pytest
 from grade.training.order import Order
 
 
-def order(rank=0, world=1, accumulation=1, batch=4, group=1, shuffle=True, rows=5):
+def order(rank=0, world=1, accumulation=1, batch=4, group=1, rows=5):
     config = SimpleNamespace(
         process_index=rank, world_size=world, microbatches=accumulation * world, per_device_train_batch_size=batch,
-        group=group, shuffle_dataset=shuffle, seed=3,
+        group=group, seed=3,
     )  # fmt: skip
     return Order(rows, config)
 
@@ -41,4 +41,3 @@ def test_every_pass_has_every_row_once():
     passes = [row for step in range(1, 6) for row in order(batch=4).prompts(step, 0)]
     assert [sorted(passes[start : start + 5]) for start in range(0, 20, 5)] == [list(range(5))] * 4
     assert passes[:5] != passes[5:10] and order().prompts(4, 0) == passes[12:16]  # wherever a run is resumed
-    assert order(shuffle=False).prompts(2, 0) == [4, 0, 1, 2]

@@ -47,7 +47,7 @@ def make_trainer(task, output, **changes):
     values = dict(
         method="rloo", num_generations=2, max_completion_length=4, max_prompt_length=6, truncation="right", beta=0.1,
         per_device_train_batch_size=4, max_steps=3, save_steps=2, learning_rate=1e-2, raw_prompts=True, use_cpu=True,
-        logging_steps=1, eval_strategy="no", report_to="none", disable_tqdm=True,
+        logging_steps=1, eval_strategy="no", report_to="none",
     ) | changes  # fmt: skip
     config = GradeConfig.values_for(values["method"], values)
     rows = [{"prompt": text} for text in task.train_prompts[:8]]

@@ -14,8 +14,7 @@ from training.runs import in_child, settings, toy_project, wait
 from grade.errors import InputError
 from grade.gradients.methods import METHODS
 from grade.training import checkpoint
-from grade.training.checkpoint import STATE_FILE
-from grade.training.folder import last_checkpoint
+from grade.training.checkpoint import STATE_FILE, last_checkpoint
 from grade.training.loop import GradeTrainer
 from grade.training.run import train
 
@@ -69,7 +68,7 @@ def interrupted(common, output, monkeypatch, method="ste", after=2):
 )
 def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options, after):
     """The budget, the value head, the values of tokens: the last checkpoints have the same bytes."""
-    monkeypatch.setattr("grade.training.run.finish", lambda config: None)  # which removes the checkpoints
+    monkeypatch.setattr("grade.training.run._finish", lambda config: None)  # which removes the checkpoints
     values = common | options | {"max_steps": 5, "save_total_limit": None, "logging_steps": 2}
     train(settings(method, values, tmp_path / "whole"), silent)
     interrupted(values, tmp_path / "again", monkeypatch, method, after=after)

@@ -20,7 +20,7 @@ from grade.training.served import StepSampler, compare
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {word}"} for word in ("a", "so", "not", "it", "all", "bad")])
 COMMON = dict(
     per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, max_completion_length=5,
-    min_completion_length=1, learning_rate=1e-2, beta=0.1, use_cpu=True, disable_tqdm=True, seed=0,
+    min_completion_length=1, learning_rate=1e-2, beta=0.1, use_cpu=True, seed=0,
     save_strategy="no", num_generations=2,
 )  # fmt: skip
 TOKENS = dict(method="reinforce", max_completion_length=8, min_completion_length=3, use_cpu=True)

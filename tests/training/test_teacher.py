@@ -27,7 +27,7 @@ def trainer(output, reward=None, **changes):
     task = toy_task(pretrain_steps=60)
     values = dict(
         max_prompt_length=6, truncation="right", max_completion_length=8, per_device_train_batch_size=16, max_steps=12,
-        learning_rate=1e-2, use_cpu=True, save_strategy="no", disable_tqdm=True, raw_prompts=True,
+        learning_rate=1e-2, use_cpu=True, save_strategy="no", raw_prompts=True,
     )  # fmt: skip
     rows = [{"prompt": text, "tone": "sad"} for text in task.train_prompts]
     args = GradeConfig(str(output), **values | changes)
@@ -118,7 +118,7 @@ def test_a_student_learns_to_stop_where_a_teacher_stops_with_another_token(tmp_p
     teacher.generation_config.eos_token_id = other
     args = GradeConfig(
         str(tmp_path), method="teacher", max_completion_length=8, per_device_train_batch_size=16, max_steps=20,
-        learning_rate=1e-2, use_cpu=True, save_strategy="no", disable_tqdm=True, raw_prompts=True, max_prompt_length=6,
+        learning_rate=1e-2, use_cpu=True, save_strategy="no", raw_prompts=True, max_prompt_length=6,
         truncation="right",
     )  # fmt: skip
     rows = [{"prompt": text} for text in task.train_prompts]

@@ -7,9 +7,10 @@ from transformers import TrainerCallback
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
-from grade.gradients.learner import Completions, StepContext
+from grade.gradients.learner import StepContext
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
+from grade.models.batch import Completions
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.rewards.base import Reward
@@ -57,7 +58,7 @@ def run(folder, task, reward, steps=4, batch=64, **settings):
     config = GradeConfig(
         str(folder), max_steps=steps, max_completion_length=T, min_completion_length=T, max_prompt_length=6,
         truncation="right", per_device_train_batch_size=batch, learning_rate=1e-2, use_cpu=True, seed=0,
-        save_strategy="no", disable_tqdm=True, raw_prompts=True, kl_eval_prompts=200,
+        save_strategy="no", raw_prompts=True, kl_eval_prompts=200,
         **{"method": "tilt", **settings},
     )  # fmt: skip
     watch, rows = Watch(task.backbone), [{"prompt": text} for text in task.train_prompts]
@@ -148,11 +149,28 @@ def test_auto_takes_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhe
         plain = run(tmp_path / "rloo", toy_task(), reward, method="rloo", target_kl=1.0, **length)
         plain.train()
         assert adapter == pytest.approx(plain.watch.adapter, rel=1e-6)
-    what = "takes over from step 3" if kind == "additive" else "is not used: rloo goes on from step 3"
-    assert sum(what in record.getMessage() for record in caplog.records) == 1
+    told = ["takes over from step 3"] if kind == "additive" else [f"rloo goes on from step {step}" for step in (3, 5)]
+    looks = [record.getMessage() for record in caplog.records if record.getMessage().startswith("token bias:")]
+    assert len(looks) == len(told) and all(what in look for what, look in zip(told, looks, strict=True))
     explained = [row["train/tilt_r2"] for row in history_rows(trainer.state.log_history) if "train/tilt_r2" in row]
-    assert len(explained) == (7 if kind == "additive" else 1)  # not before the first fit
+    assert len(explained) == (7 if kind == "additive" else 3)  # not before the first fit
     assert trainer.evaluate()["eval_kl"] * T == pytest.approx(1.0, rel=0.25)
+
+
+def test_auto_looks_again_after_half_of_the_steps(tmp_path):
+    class Late(Added):
+        """Says nothing in the first two steps, on which the first look goes by."""
+
+        steps = 0
+
+        def score(self, policy, prompts, ids, mask):
+            self.steps += 1
+            return super().score(policy, prompts, ids, mask) * (self.steps > 2)
+
+    task = toy_task()
+    trainer = run(tmp_path, task, Late(task.backbone.vocab_size), method="auto", target_kl=1.0, steps=8)
+    trainer.train()
+    assert [bool(bias.any()) for bias in trainer.watch.bias] == 4 * [False] + 4 * [True]
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

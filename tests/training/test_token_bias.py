@@ -18,7 +18,6 @@ from grade.models.adapter import BASE_FILE, LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.scoring import predicting_hidden
 from grade.models.token_bias import BIAS_FILE
-from grade.training.checkpoint import restore_best
 from grade.training.config import GradeConfig
 from grade.training.kl_budget import BatchKL, scale_adapter
 from grade.training.loop import GradeTrainer
@@ -74,7 +73,7 @@ def test_a_bias_is_trained_beside_an_adapter_only_if_asked_and_the_best_one_is_r
     trainer(task.backbone, tmp_path / "trained", train_bias=True).train()
     first, last = (bias_of(tmp_path / "trained" / f"checkpoint-{step}") for step in (1, 2))
     assert torch.equal(task.backbone.token_bias, last) and not torch.equal(first, last)
-    restore_best(task.backbone, tmp_path / "trained" / "checkpoint-1")
+    task.backbone.restore(tmp_path / "trained" / "checkpoint-1")
     assert torch.equal(task.backbone.token_bias, first)
 
 

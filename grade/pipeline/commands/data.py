@@ -5,8 +5,8 @@ import json
 
 from grade.cli.options import command
 from grade.config_files import load_config
-from grade.experiments.fetch import FetchConfig, fetch
-from grade.experiments.reviews import DataConfig, prepare_reviews
+from grade.pipeline.fetch import FetchConfig, fetch
+from grade.pipeline.reviews import DataConfig, prepare_reviews
 
 
 @command("fetch", output_dir="one folder per package is made here", config=FetchConfig)

@@ -7,8 +7,8 @@ import torch
 from grade.cli.main import main
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, text_windows, train_tokenizer
-from grade.experiments.base_model import pretrain
 from grade.models.backbone import Backbone
+from grade.pipeline.base_model import pretrain
 from grade.results import read_metrics
 
 TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, context=8, steps=30,

@@ -8,7 +8,7 @@ import pytest
 
 from grade.data.reviews import Review, load_reviews, prompt_text
 from grade.errors import InputError
-from grade.experiments.reviews import DataConfig, prepare_reviews
+from grade.pipeline.reviews import DataConfig, prepare_reviews
 
 SPLITS = ("reward", "policy", "validation", "test", "gold")
 SMALL = {"reward_size": 20, "policy_size": 30, "validation_size": 10, "test_size": 10, "min_chars": 5}

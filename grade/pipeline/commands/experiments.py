@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import grade
-from grade.cli.options import command, option, values
+from grade.cli.options import command, option
 from grade.config_files import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.experiments.claims import verdict_counts
-from grade.experiments.report import write_report
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
+from grade.pipeline.report import write_report
 
 ROOT = Path(grade.__file__).parents[1]
 """Where the relative paths of a notebook's parameters start."""
@@ -21,7 +21,7 @@ ROOT = Path(grade.__file__).parents[1]
     "notebook",
     option("notebook", help="the source notebook"),
     option("output", help="the executed copy"),
-    *values("--params", "NAME=VALUE"),
+    files="--params",
 )
 def _notebook(args: argparse.Namespace) -> None:
     """Execute the notebook; an unknown parameter is an error. Its results go beside the executed copy."""

