@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pandas as pd
 import pytest
@@ -10,7 +9,6 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grade import GradeConfig, GradeTrainer
 from grade.cli.main import main
 from grade.training.toy import toy_task
 
@@ -50,12 +48,6 @@ def place(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def copied(place, tmp_path):
-    """A run whose files a test may change."""
-    return shutil.copytree(place / "run", tmp_path / "run")
-
-
 def show(capsys, *arguments):
     code = main(["show", *map(str, arguments)])
     printed = capsys.readouterr()
@@ -76,45 +68,6 @@ def test_a_run_is_shown_with_its_history_and_completions(place, capsys):
     table = pd.read_parquet(place / "run" / "completions" / "eval_00004.parquet")
     words = blocks[2].splitlines()[2].split()
     assert words[-3:] == [f"{table[name][0]:.4g}" for name in ("reward", "rewards/length", "rewards/vowels")]
-
-
-def test_texts_are_shortened_to_the_terminal_which_they_cannot_command(copied, capsys, monkeypatch):
-    texts = ["word " * 100, "short", "two\nlines \x1b[31m"]
-    pd.DataFrame({"prompt": texts, "completion": texts[::-1], "reward": [1.0, -12345.678, float("nan")]}).to_parquet(
-        copied / "completions" / "eval_00009.parquet"
-    )
-    monkeypatch.setenv("COLUMNS", "90")
-    table = show(capsys, copied).split("3 of 3 completions\n")[1]
-    assert max(map(len, table.splitlines())) <= 90 and table.count("…") == 2
-    assert "two\\nlines" in table and "\x1b" not in table and "-1.235e+04" in table
-
-
-def test_a_step_may_be_chosen_and_an_unknown_one_is_one_line(place, capsys):
-    titles = [line for line in show(capsys, place / "run", "--step", 1, "--rows", 1).splitlines() if "step 1:" in line]
-    assert titles == ["completions, step 1: 1 of 4 completions"]
-    assert main(["show", str(place / "run"), "--step", "9"]) == 2
-    assert capsys.readouterr().err == "grade show: --step: got 9; allowed: a step with completions: 0, 1, 2, 3, 4\n"
-
-
-def test_a_long_history_keeps_its_evaluations_and_its_end(copied, capsys):
-    steps = range(2001)
-    pd.DataFrame({"step": steps, "train/reward": 0.5, "train/kl": 0.1,
-                  "val/reward_mean": [0.25 if step % 500 == 0 else None for step in steps]}
-                 ).to_csv(copied / "history.csv", index=False)  # fmt: skip
-    rows = show(capsys, copied).split("\n\n")[0].splitlines()[1:]
-    assert [int(row.split()[0]) for row in rows] == [0, 500, 1000, 1500, 2000]
-
-
-def test_a_run_from_python_is_shown(tmp_path, capsys):
-    task = toy_task()
-    prompts = [{"prompt": text} for text in task.train_prompts[:4]]
-    config = GradeConfig(str(tmp_path / "run"), max_steps=4, learning_rate=1e-2, eval_strategy="steps", eval_steps=2,
-                         max_completion_length=4, report_to="none", use_cpu=True)  # fmt: skip
-    reward = lambda completions, **_: [float("e" in text) for text in completions]  # noqa: E731
-    GradeTrainer(task.backbone, reward, config, prompts, eval_dataset=prompts).train()
-    capsys.readouterr()
-    shown = show(capsys, tmp_path / "run")
-    assert "eval, step 4" in shown
 
 
 @torch.no_grad()

@@ -151,14 +151,6 @@ def test_the_u_statistic_is_the_mean_over_pairs(batch, width, seed):
     assert stderrs["jackknife"] == pytest.approx(np.sqrt((batch - 1) * without.var()), abs=1e-9)
 
 
-def test_parameters_come_back_even_after_an_error():
-    backbone = tiny()
-    before = [p.detach().clone() for p in trained_parameters(backbone)]
-    with pytest.raises(RuntimeError), moved(backbone, direction(backbone), 0.1):
-        raise RuntimeError
-    assert all(torch.equal(p, q) for p, q in zip(before, trained_parameters(backbone), strict=True))
-
-
 # --- the update as a vector ---
 
 
@@ -236,12 +228,6 @@ def test_the_error_of_entropy_per_token_is_that_of_the_quotient():
 
 
 # --- bad input ---
-
-
-def test_rewards_that_are_not_finite_are_refused():
-    backbone = tiny()
-    with pytest.raises(InputError, match="coefficients"):
-        prompt_gradients(backbone, drawn(backbone), torch.full((3, 4), math.nan))
 
 
 # --- the policy at other parameters ---

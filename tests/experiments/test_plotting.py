@@ -1,8 +1,6 @@
 """The colours and marks of names."""
 
-import pytest
 
-from grade.errors import InputError
 from grade.experiments.plotting import color, marker
 from grade.gradients.methods import POLICY_GRADIENTS
 from grade.plugins import ESTIMATORS
@@ -15,9 +13,3 @@ def test_every_method_has_a_colour_and_a_mark_of_its_own():
     # In print, where colours fade, no two of one figure look alike: marks differ within a family of methods.
     for family in (("ste", "gumbel", "gumbel_rao", "reinmax", "st"), POLICY_GRADIENTS):
         assert len({marker(name) for name in family}) == len(family)
-
-
-def test_a_setting_has_its_methods_colour_and_an_unknown_name_is_an_error():
-    assert color("gumbel_rao_m8_tau1_hops0") == color("gumbel_rao") != color("gumbel")
-    with pytest.raises(InputError, match="name of a colour or mark: got 'stee'"):
-        color("stee")

@@ -2,11 +2,9 @@
 
 import inspect
 
-import pytest
 import torch
 
 from grade import GradeConfig
-from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.replay import replay
 from grade.memory.settings import StepConfig
@@ -31,25 +29,6 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
     step.run()
     assert step.optimizer.state[head.linear.weight]["step"] - steps == 4
     assert not torch.equal(before, head.linear.weight)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(method="grpo", batch_size=6, num_generations=4), "batch_size: got 6; allowed: a multiple of 4 comp"),
-        (dict(method="grpo", hops=3), "hops: got .hops.; allowed: a setting of this method: only gumbel"),
-        (dict(method="grpo", engine="replay"), "engine: got 'replay'; allowed: auto for grpo"),
-        (dict(method="grpo", explicit_freeing=True), "explicit_freeing: got True; allowed: false"),
-        (dict(engine="checkpointed", gradient_checkpointing=True), "gradient_checkpointing: got True; allowed: false"),
-        (dict(max_new_tokens=4096), r"prompt_tokens \+ max_new_tokens: got 4100; allowed: at most 2048"),
-        (dict(model="nowhere"), "model: got 'nowhere'; allowed: qwen.*, a Hugging Face id, or a folder with config"),
-        (dict(batch_size=0), "batch_size: got 0"),
-    ],
-    ids=str,
-)
-def test_a_step_that_cannot_be_is_refused_in_one_line(values, message):
-    with pytest.raises(InputError, match=message):
-        trace(StepConfig.parse(STEP | values))
 
 
 def test_a_step_has_the_defaults_of_training_and_of_the_engine():

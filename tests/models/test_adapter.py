@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
+from conftest import VOCAB, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from grade.errors import InputError
-from grade.models.adapter import BASE_FILE, LoraSettings, continued_adapter, restore_adapter
+from grade.models.adapter import BASE_FILE, LoraSettings, restore_adapter
 from grade.models.backbone import Backbone
 from grade.models.prompts import position_ids
 from grade.models.sampling import generate
@@ -228,15 +228,6 @@ def test_an_adapter_that_peft_would_load_in_part_is_refused(tmp_path, spoil, mes
         restore_adapter(backbone.peft, tmp_path)
 
 
-def test_an_adapter_with_a_name_of_its_own_lies_in_the_folder_itself(tmp_path):
-    backbone = Backbone(get_peft_model(base(), lora(), adapter_name="mine"))
-    for _ in range(2):  # over an earlier one too
-        backbone.save_adapter(tmp_path)
-    assert (tmp_path / BASE_FILE).is_file() and not (tmp_path / "mine").exists()
-    restore_adapter(backbone.peft, tmp_path)
-    Backbone(base(), adapter=tmp_path)
-
-
 def test_a_saved_adapter_has_the_same_bytes_in_every_process(tmp_path):
     """PEFT keeps sets, whose order depends on the process's hash seed: they are sorted."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -286,18 +277,3 @@ def test_a_layer_whose_weight_is_read_elsewhere_is_refused():
         Backbone(reader(), lora=LoraConfig(r=2, target_modules=targets))
     targets.remove("up_proj")
     Backbone(reader(), lora=LoraConfig(r=2, target_modules=targets))
-
-
-@pytest.mark.parametrize("config", [tiny_config(), tiny_gpt2()])
-def test_the_check_leaves_adapter_generators_and_switches_as_they_were(config):
-    targets = ["c_attn", "c_fc"] if config.model_type == "gpt2" else ["q_proj", "up_proj"]
-    backbone = make_backbone(config, torch.float32, target_modules=targets)
-    before, state, prompts = weights(backbone), torch.get_rng_state(), make_prompts()
-    embeds = backbone.embed(prompts.ids)
-    policy = backbone.hidden(embeds, prompts.mask)
-    trained = [p.requires_grad for p in backbone.model.parameters()]
-    continued_adapter(backbone.peft)
-    assert all(torch.equal(value, before[name]) for name, value in weights(backbone).items())
-    assert torch.equal(torch.get_rng_state(), state) and not backbone.model.training
-    assert torch.equal(backbone.hidden(embeds, prompts.mask), policy)
-    assert [p.requires_grad for p in backbone.model.parameters()] == trained and any(trained)

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2, word_tokenizer
-from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
     CohereConfig,
     FalconConfig,
     Gemma2Config,
@@ -133,12 +131,6 @@ def test_nothing_pickled_and_no_code_of_a_model_is_loaded(saved, change, message
         Backbone.load(saved)
 
 
-def test_models_that_are_not_causal_decoders_are_refused():
-    bert = BertConfig(**{k: v for k, v in COMMON.items() if k != "initializer_range"}, is_decoder=False)
-    with pytest.raises(InputError, match="BertLMHeadModel"):
-        Backbone(AutoModelForCausalLM.from_config(bert))
-
-
 def test_a_context_is_that_of_the_text_and_ends_where_longrope_turns_positions_anew():
     factors = dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
     rope = dict(rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, **factors)
@@ -151,30 +143,3 @@ def test_a_context_is_that_of_the_text_and_ends_where_longrope_turns_positions_a
     both = Gemma3Config(text_config=text, vision_config=vision | dict(num_attention_heads=1), mm_tokens_per_image=16)
     model = Gemma3ForConditionalGeneration(both)
     assert Backbone(model, None).max_positions == 64
-
-
-def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    tuned.save_pretrained(tmp_path / "prompt")
-    with pytest.raises(InputError, match="allowed: LORA"):
-        Backbone.load(saved, adapter=tmp_path / "prompt")
-    with pytest.raises(InputError, match="a folder with adapter_config.json"):
-        Backbone.load(saved, adapter=tmp_path / "missing")
-    wide = make_backbone(tiny_config(hidden_size=32), torch.float32)
-    wide.save_adapter(tmp_path / "wide")
-    with pytest.raises(InputError, match="trained on a base with other weights"):
-        Backbone.load(saved, adapter=tmp_path / "wide")
-
-
-@pytest.mark.parametrize(
-    "name, hint",
-    [("models/backbone", "run `dvc repro backbone`"), ("models/bakbone", "did you mean 'models/backbone'?"),
-     ("my_modle", "did you mean 'my_model'?"), ("/a/b", ""), ("a/b/c", ""), ("qwen3-4b", ""), ("", ""), ("a\0b", "")],
-)  # fmt: skip
-def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, hint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_model").mkdir()
-    with pytest.raises(InputError, match="no folder .*; a hub id is owner/name") as caught:
-        Backbone.load(name)
-    assert hint in str(caught.value)

@@ -1,6 +1,5 @@
 """Prompts: what is kept of a text or a row, and padding and masks of a batch."""
 
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from grade.errors import InputError
-from grade.models import prompts as module
 from grade.models.prompts import check_prompts, encode_examples, encode_prompts
 
 UNK, BOS, EOS, PAD, A, B, C = range(7)
@@ -66,12 +64,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<s>{% endif %}{% if not shout is defined %}{% set shout = false %}{% endif %}"
     "{% if shout %}{% generation %}c{% endgeneration %}{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    """A process that has not warned yet."""
-    module._warn_of_raw_text.cache_clear()
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -148,21 +140,6 @@ def test_parts_of_a_message_are_text(template, want):
         chats = [turns("a b\nc", "a"), turns(parts, "a"), turns("a b\nc", parts[1:]), turns("a b\nc", "c")]
         rows = encode_examples(tokenizer, [{"prompt": chat} for chat in chats]).rows()
         assert rows[0] == rows[1] and rows[2] == rows[3]
-
-
-def test_plain_text_into_a_chat_model_warns_once():
-    def caught(**options):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            encode_examples(chat_tokenizer(), [{"prompt": "a"}], **options)
-            check_prompts(chat_tokenizer(), [{"prompt": "a"}], **options)
-        return found
-
-    assert caught(warn_raw=False) == []
-    (warning,) = caught()
-    assert "plain text" in str(warning.message) and "chat template" in str(warning.message)
-    assert warning.filename == __file__
-    assert caught() == []
 
 
 USER = {"role": "user", "content": "a"}

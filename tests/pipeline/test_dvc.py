@@ -155,24 +155,6 @@ def test_small_results_can_be_committed_and_big_ones_cannot(pipeline, tmp_path):
     assert outs and [path for path, cached in outs if is_ignored(path, tmp_path) != (cached or stay)] == []
 
 
-@pytest.mark.parametrize("run", ["outputs/train/ste-0", "outputs/full/train/gumbel-1"])
-def test_what_a_run_is_continued_from_is_no_result_for_git_or_for_dvc(run, tmp_path):
-    # DVC removes a stage's outs before it runs it again, and `measure` stages depend on outputs/train.
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    for name in (".gitignore", ".dvcignore"):
-        shutil.copy(ROOT / name, tmp_path)
-    ours = ("checkpoint-8/optimizer.pt", "completions/eval_00000.parquet", "grade_state.json",
-            ".saving/checkpoint-8/optimizer.pt")  # fmt: skip
-    results = ("metrics.json", "history.csv", "samples.json")
-    with Repo.init(str(tmp_path), no_scm=True) as repo:
-        for names, ignored in ((ours, True), (results, False)):
-            for name in names:
-                path = f"{run}/{name}"
-                assert is_ignored(path, tmp_path) == ignored, path
-                assert repo.dvcignore.is_ignored_file(str(tmp_path / path)) == ignored, path
-    assert not is_ignored("outputs/README.md", tmp_path), "the page of results"
-
-
 def test_no_out_holds_times(pipeline):
     # Times differ from run to run: a stage that depended on them would never be up to date.
     ignored = (ROOT / ".dvcignore").read_text()

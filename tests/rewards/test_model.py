@@ -95,19 +95,6 @@ def test_bag_by_hand():
     assert_close(model.score_ids(torch.tensor([[5, 9]]), torch.ones(1, 2)), want)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "want"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
-)
-@pytest.mark.parametrize("kind", ["bag", "trunk"])
-def test_scores_are_float32_or_wider(kind, dtype, want):
-    model = build(kind, HeadSettings(), dtype)
-    ids, mask, _ = batch()
-    score = model.score_ids(ids, mask)
-    assert score.dtype == want and ((score > 0) & (score < 1)).all()
-    # Soft tokens may be wider than the base.
-    assert model(model.backbone.embed(ids).to(want), mask).dtype == want
-
-
 def test_an_empty_sequence_is_nan_and_not_a_score():
     model = build("bag", HeadSettings())
     ids, mask, _ = batch()
@@ -235,16 +222,3 @@ def test_early_stopping_returns_the_best_epoch():
     seen = evaluate_reward(model, validation, [4, 12])
     assert (seen["log_loss_4"] + seen["log_loss_12"]) / 2 == pytest.approx(report["validation_log_loss"], rel=1e-5)
     assert seen["accuracy_12"] == report["validation_accuracy"]
-
-
-@pytest.mark.parametrize(
-    ("more", "changes", "match"),
-    [
-        (Review("", 1), {}, "bag reward features"),
-        (Review("good", 2), {}, "label: got 2"),
-        (Review("good", 1), {"min_tokens": 13}, "bag.min_tokens: got 13"),
-    ],
-)
-def test_reviews_and_settings_that_teach_nothing_are_refused(more, changes, match):
-    with pytest.raises(InputError, match=match):
-        train_reward("bag", config(**changes), bare(), [*reviews(20, 0), more], reviews(10, 1))

@@ -117,18 +117,6 @@ def test_bad_lists_of_rewards_are_refused(funcs, weights, tokenizers, match, pol
         make_rewards(funcs, policy, weights, tokenizers)
 
 
-def test_a_classifier_object_needs_a_tokenizer(policy, make_classifier):
-    model = make_classifier("bert")
-    model.config.name_or_path = ""
-    with pytest.raises(InputError, match="reward: tokenizer: got ''; allowed: .* reward_processing_classes"):
-        make_rewards(model, policy)
-
-
-def test_a_model_without_labels_is_no_classifier(policy, make_classifier, tokenizer):
-    with pytest.raises(InputError, match="reward: got 'BertModel'; allowed: a model with labels"):
-        make_rewards(make_classifier("bert").bert, policy, None, tokenizer)
-
-
 class Brevity(Reward):
     """The recipe of CONTRIBUTING: a reward that is computed from ids."""
 
@@ -176,12 +164,6 @@ def test_values_of_another_shape_or_without_gradient_are_refused_not_broadcast(c
         Objective(rewards, scope="completion").reward(policy.embed(prompts.ids), prompts, embeds, mask)
 
 
-def test_values_that_are_not_finite_are_refused(policy, batch):
-    head = EmbeddingReward(lambda e, m: torch.tensor([1.0, float("nan"), 1.0]), "completion", "head")
-    with pytest.raises(InputError, match=r"reward 'head': got \[1.0, nan, 1.0\]; allowed: finite"):
-        Rewards([head], scope="completion").score(policy, *batch)
-
-
 MODULE = """
 import sibling
 def good(completions, **_):
@@ -227,20 +209,3 @@ def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):
     assert isinstance(named, EmbeddedClassifier) and named.column == 1 and named.name == "judge@home"
     values = named.score(policy, *batch)
     assert ((values > 0) & (values < 1)).all()
-
-
-@pytest.mark.parametrize(
-    ("spec", "match"),
-    [
-        ("my-rewards:good", "ModuleNotFoundError"),
-        ("missing_module:good", r"package.module:function, file.py:function.*\(ModuleNotFoundError"),
-        ("missing.py:good", "FileNotFoundError"),
-        ("my_rewards.py:goood", "AttributeError.*goood"),
-        ("my_rewards.py:number", "package.module:function"),
-        ("raises.py:f", r"\(ZeroDivisionError: division by zero\)"),
-    ],
-)
-def test_a_name_that_leads_nowhere_is_one_line(spec, match, folder, policy):
-    with pytest.raises(InputError, match=match) as error:
-        make_reward(spec, policy)
-    assert str(error.value).startswith("reward: got ")

@@ -7,7 +7,6 @@ import torch
 from conftest import ToyReward
 
 from grade import GradeConfig, GradeTrainer
-from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.models.scoring import predicting_hidden
 from grade.training.toy import toy_task
@@ -87,8 +86,3 @@ def test_self_certainty_is_learned_alone_or_beside_a_reward(task, reward, tmp_pa
     row = trainer.state.log_history[-1]
     mean = row["rewards/self_certainty/mean"]
     assert mean > 0 and row["reward"] == pytest.approx(mean + (0 if reward is None else 0.75), rel=1e-5)
-
-
-def test_settings_of_others_are_one_line():
-    with pytest.raises(InputError, match="got 'tau'; allowed: a setting of this method: only gumbel, ste"):
-        MethodConfig(tau=1.0)

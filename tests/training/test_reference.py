@@ -1,7 +1,6 @@
 """The reference of a run is the policy as it was given."""
 
 import copy
-import json
 import logging
 
 import pytest
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from training.runs import settings, toy_project
 from training.test_resume import interrupted, silent
 
-from grade.cli.main import main
 from grade.models.head import kl_divergence
 from grade.models.parameters import set_values
 from grade.models.scoring import predicting_hidden, sequence_kl
@@ -179,12 +177,3 @@ def test_a_checkpoint_says_the_reference_where_the_trainer_was_given_another_pol
     torch.testing.assert_close(
         sequence_kl(again.backbone, *completions(again)), kl_to(again, given), rtol=0, atol=1e-12
     )
-
-
-def test_evaluate_measures_kl_to_the_bare_base(common, tmp_path):
-    names = ("model", "adapter", "reward", "train_dataset", "eval_dataset", "max_prompt_length", "truncation",
-             "max_completion_length")  # fmt: skip
-    options = [f"--{name}={common[name]}" for name in names]
-    output = tmp_path / "metrics.json"
-    assert main(["evaluate", "--gold=", "--use_cpu", "--method=rloo", *options, "--output", str(output)]) == 0
-    assert json.loads(output.read_text())["val"]["kl"] > 0

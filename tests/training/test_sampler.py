@@ -179,16 +179,6 @@ def test_two_policies_are_compared_on_valid_tokens():
                                    "largest_difference": 0.5})  # fmt: skip
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    (dict(method="ste"), "sampler: got 'http://a:1'; allowed: none with ste, which samples nothing, or soft tokens"),
-    (dict(sampler="vllm"), "sampler: got 'vllm'; allowed: .*http"),
-    (dict(sampler=None, sampler_folder="x"), "sampler: got None"),
-])  # fmt: skip
-def test_settings_that_do_not_fit(values, says):
-    with pytest.raises(InputError, match=says):
-        GradeConfig(**{"sampler": "http://a:1", "method": "rloo", **values})
-
-
 @pytest.mark.parametrize(("spoil", "says"), [
     (lambda *_: (400, "rank 32 is greater than 16"), "v1/load_lora_adapter: status 400.*it said: rank 32 is greater"),
     (None, "a server that answers"),

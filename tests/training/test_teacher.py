@@ -1,10 +1,8 @@
 """Runs with a teacher: alone, beside a reward; what they refuse."""
 
-import pandas as pd
 import pytest
 import torch
 from conftest import make_prompts, perturb_adapter, save_toy_base
-from training.runs import toy_project
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
@@ -12,9 +10,8 @@ from grade.models.backbone import Backbone
 from grade.models.base import FrozenBase
 from grade.models.sampling import generate, is_eos
 from grade.models.scoring import predicting_hidden
-from grade.training.config import GradeConfig, TrainConfig
+from grade.training.config import GradeConfig
 from grade.training.loop import GradeTrainer
-from grade.training.run import train
 from grade.training.teacher import make_teacher
 from grade.training.toy import toy_task
 
@@ -129,32 +126,6 @@ def test_a_student_learns_to_stop_where_a_teacher_stops_with_another_token(tmp_p
     before = ended(saved, prompts)
     run.train()
     assert before < 0.5 and ended(saved, prompts) > 0.6, "compared token by token it unlearns its own end"
-
-
-def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    common = {name: value for name, value in toy_project(tmp_path).items() if name not in ("reward", "gold")}
-    train(TrainConfig.parse(common | {"teacher": "base", "teacher_context": "a good film. ", "output_dir": "run"}))
-    run = tmp_path / "run"
-    card, history = (run / "adapter" / "README.md").read_text(), pd.read_csv(run / "history.csv")
-    assert "- reward: `teacher`" in card and "models/reward" not in card
-    assert history["val/reward_mean"].iloc[-1] > history["val/reward_mean"].iloc[0]
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"teacher": "nowhere"}, "teacher: got 'nowhere'; allowed: a local folder or hub id"),
-        ({"teacher": "base", "teacher_context": "{nothing}"}, "teacher_context: got .*{prompt}, {tone}"),
-        ({"teacher": "base", "teacher_context": "a " * 500}, "the teacher's context"),
-        ({"teacher": "base", "method": "ste"}, "reward 'teacher': .*a divergence"),
-        ({"teacher": "base", "method": "teacher", "reward": more_w_than_s}, "method: got 'teacher'; allowed: a policy"),
-        ({"method": "teacher", "reward": more_w_than_s}, "teacher: got None; allowed: a model"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(tmp_path, changes, says):
-    with pytest.raises(InputError, match=says):
-        trainer(tmp_path, **changes).train()
 
 
 def test_a_model_with_other_tokens_is_no_teacher(tmp_path):

@@ -1,6 +1,5 @@
 """Training, resuming, generating from and merging policies with a token bias."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from training.runs import settings, toy_project
 from training.test_resume import interrupted, silent
 from transformers import AutoModelForCausalLM
 
-from grade.cli.main import main
 from grade.errors import InputError
 from grade.models.adapter import BASE_FILE, LoraSettings
 from grade.models.backbone import Backbone
@@ -123,29 +121,6 @@ def test_a_server_is_refused_for_a_policy_with_a_bias():
 
 
 # ---- from a folder with a bias alone ----
-def test_a_bias_alone_is_generated_from_evaluated_and_merged(common, tmp_path, capsys):
-    backbone = Backbone.load(common["model"])
-    values = torch.zeros(backbone.vocab_size)
-    values[200] = 50.0  # nothing else is ever sampled
-    backbone.set_token_bias(values)
-    backbone.save_adapter(tmp_path / "bias")
-    word = backbone.tokenizer.decode([200])
-    folder, base = str(tmp_path / "bias"), common["model"]
-    assert main(["generate", "--backbone", base, "--adapter", folder, "--prompt", "The", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out == f"The|{word * 3}\n"
-    names = ("reward", "train_dataset", "eval_dataset", "max_prompt_length", "truncation", "max_completion_length")
-    options = [f"--{name}={common[name]}" for name in names]
-    evaluate = ["evaluate", "--model", base, "--adapter", folder, "--gold=", "--use_cpu", "--method=rloo", *options]
-    assert main([*evaluate, "--prompts", "8", "--output", str(tmp_path / "metrics.json")]) == 0
-    assert json.loads((tmp_path / "metrics.json").read_text())["val"]["kl"] > 1
-    assert main(["merge", folder, str(tmp_path / "out")]) == 0
-    assert "sequence_bias in generation_config.json" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / LOGIT_BIAS_FILE).read_text()) == {"200": 50.0}
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = merged.generate(backbone.tokenizer("The", return_tensors="pt").input_ids, do_sample=True, max_new_tokens=3)
-    assert ids[0, -3:].tolist() == [200] * 3
-
-
 # ---- merge ----
 @pytest.mark.parametrize(
     ("family", "place"),
