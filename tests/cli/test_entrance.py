@@ -1,4 +1,4 @@
-"""The entrance: public names import, options reach the config, and bad input is one line."""
+"""The entrance: what is installed, and options that reach the config."""
 
 import os
 import re
@@ -16,33 +16,31 @@ from imports import ROOT
 from grade.cli.main import parse
 
 
+def unpack_built(kind, source, installed):
+    build = f"from setuptools.build_meta import build_{kind}; build_{kind}('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = source.parent.glob("*.whl")
+    shutil.unpack_archive(wheel, installed, "zip")
+
+
 def test_the_wheel_is_the_library_and_runs_the_readme_without_a_checkout(tmp_path):
     source, installed, empty = tmp_path / "source", tmp_path / "installed", tmp_path / "empty"
     shutil.copytree(ROOT / "grade", source / "grade", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "..", "."], cwd=source, check=True
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(installed), str(wheel)], check=True)
+    unpack_built("wheel", source, installed)
     held = {path.relative_to(installed / "grade").parts[0] for path in installed.glob("grade/*")}
     assert "gradients" in held and not held & {"experiments", "pipeline", "tests"}
     # Without the site module: it would find an editable installation.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *site.getsitepackages()])}
-
-    def run(*words):
-        command = [sys.executable, "-S", "-P", *words]
-        return subprocess.run(command, env=environment, cwd=empty, capture_output=True, text=True)
-
     save_toy_base(empty / "models/backbone")  # in place of SmolLM2
     (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    trained = run("-c", snippet + "\nimport grade\nprint(grade.__file__)")
-    assert trained.returncode == 0 and trained.stdout.endswith(f"{installed}/grade/__init__.py\n"), trained.stderr
-    for words in ("show runs/short", "merge runs/short runs/short-merged"):
-        done = run("-m", "grade", *words.split())
-        assert done.returncode == 0 and done.stdout, (words, done.stderr)
+    commands = "assert not main(['show', 'runs/short']) and not main(['merge', 'runs/short', 'runs/short-merged'])"
+    script = f"{snippet}\nfrom grade.cli.main import main\n{commands}\nimport grade\nprint(grade.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", script], env=environment, cwd=empty, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.endswith(f"{installed}/grade/__init__.py\n"), done.stderr
 
 
 def test_an_editable_installation_is_found_beside_a_checkout_called_grade(tmp_path):
@@ -50,10 +48,7 @@ def test_an_editable_installation_is_found_beside_a_checkout_called_grade(tmp_pa
     (checkout / "grade").mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", "grade/__init__.py", "grade/errors.py"):
         shutil.copy(ROOT / name, checkout / name)
-    build = "from setuptools.build_meta import build_editable; build_editable('..')"
-    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    shutil.unpack_archive(wheel, installed, "zip")
+    unpack_built("editable", checkout, installed)
     script = f"import site; site.addsitedir({str(installed)!r}); import grade.errors; print(grade.__file__)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-S", "-c", script]  # without the site module, as above

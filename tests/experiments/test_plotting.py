@@ -1,6 +1,5 @@
 """The colours and marks of names."""
 
-
 from grade.experiments.plotting import color, marker
 from grade.gradients.methods import POLICY_GRADIENTS
 from grade.plugins import ESTIMATORS

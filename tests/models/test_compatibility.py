@@ -19,11 +19,6 @@ def tiny(config=None, dtype=torch.float32):
     return AutoModelForCausalLM.from_config(config or tiny_config(), dtype=dtype)
 
 
-def refused(model, reason, tokenizer=None):
-    with pytest.raises(InputError, match=reason):
-        Backbone(model, tokenizer)
-
-
 def change(module, function):
     """Let ``function(forward, *args, **kwargs)`` stand in for a module's forward."""
     forward = type(module).forward
@@ -55,10 +50,10 @@ def layer_changed(function):
     return model
 
 
-def weight_of(value):
-    model = tiny()
-    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = value
-    return model
+def noisy(forward, *args, **kw):
+    """As a router's jitter: off in eval mode, on when the layer is recomputed."""
+    out = forward(*args, **kw)
+    return out * (1 + 0.1 * torch.rand_like(out)) if forward.__self__.training else out
 
 
 def counts_padding():
@@ -75,8 +70,7 @@ def forgets_its_cache():
 
 
 SPOILT = {
-    "a weight that is no number": (lambda: weight_of(float("nan")), "differ by nan"),
-    "an infinite weight": (lambda: weight_of(float("inf")), "differ by nan"),
+    "not finite beside padding": (lambda: build("gemma2", torch.float64), "differ by nan in float64"),
     "a function in place of a dropout module": (
         lambda: layer_changed(lambda forward, *args, **kw: F.dropout(forward(*args, **kw), 0.1)), "without dropout",
     ),
@@ -92,6 +86,7 @@ SPOILT = {
         lambda: layer_changed(lambda forward, x, *args, **kw: forward(x.mul_(1.5), *args, **kw)),
         "inputs_embeds as they are",
     ),
+    "random in training mode alone": (lambda: layer_changed(noisy), "when its layers are recomputed"),
     "a finite root of 0 with an infinite slope": (
         lambda: layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + (x * 0).sqrt()),
         "finite gradient",
@@ -101,13 +96,13 @@ SPOILT = {
 
 @pytest.mark.parametrize(("spoilt", "reason"), SPOILT.values(), ids=SPOILT)
 def test_a_model_that_could_not_be_trained_exactly_is_refused(spoilt, reason):
-    refused(spoilt(), reason)
+    with pytest.raises(InputError, match=reason):
+        Backbone(spoilt())
 
 
 @pytest.mark.parametrize(
     ("cap", "dtype", "known"),
-    [(30.0, torch.float32, True), (30.0, torch.bfloat16, True), (5000.0, torch.float32, False),
-     (1000.0, torch.bfloat16, False)],
+    [(30.0, torch.float32, True), (1000.0, torch.bfloat16, False)],
 )  # fmt: skip
 def test_a_soft_cap_that_the_head_does_not_know_is_refused_or_warned_of(cap, dtype, known):
     """The logits here are below 1, where a cap of 30 changes them by less than rounding."""
@@ -120,11 +115,12 @@ def test_a_soft_cap_that_the_head_does_not_know_is_refused_or_warned_of(cap, dty
         return result
 
     model.forward = MethodType(capped, model)
-    if known:
-        refused(model, "soft-capped")
-    else:
-        with pytest.warns(UserWarning, match="soft-capped.*much for rounding"):
-            Backbone(model)
+    with (
+        pytest.raises(InputError, match="soft-capped")
+        if known
+        else pytest.warns(UserWarning, match="soft-capped.*much for rounding")
+    ):
+        Backbone(model)
 
 
 @pytest.mark.parametrize(
@@ -172,16 +168,11 @@ def test_layers_within_layers_are_recomputed_once():
             torch.testing.assert_close(recomputed, plain)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    tiny(tiny_config(tie_word_embeddings=False)).save_pretrained(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
-def test_missing_weights_are_refused_and_not_random(folder, name):
-    state = load_file(folder / "model.safetensors")
+def test_missing_weights_are_refused_and_not_random(tmp_path, name):
+    tiny(tiny_config(tie_word_embeddings=False)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
     del state[name]
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=rf"lack \['{name}'\]"):
-        load_pretrained(folder, torch.float32)
+        load_pretrained(tmp_path, torch.float32)

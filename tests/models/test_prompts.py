@@ -1,6 +1,5 @@
 """Prompts: what is kept of a text or a row, and padding and masks of a batch."""
 
-
 import pytest
 import torch
 from conftest import word_tokenizer

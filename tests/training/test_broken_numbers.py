@@ -9,7 +9,6 @@ from grade.training.evaluate import evaluate
 from grade.training.run import run_training
 from grade.training.toy import toy_task
 
-LENGTHS = {"max_new_tokens": 4, "max_prompt_tokens": 6, "batch_size": 4}
 SMALL = {
     "method": "ste", "gumbel_topk": 16, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 4,
     "per_device_train_batch_size": 4, "max_steps": 3, "use_cpu": True, "report_to": [], "final_eval_prompts": 8,
@@ -17,30 +16,17 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def task():
-    return toy_task()
-
-
-def evaluated(task, reward=None):
-    return evaluate(task.backbone, task.validation_prompts[:8], reward or task.reward_model, **LENGTHS)
-
-
-def with_value(value):
-    """A reward that is a number for all prompts but one."""
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_reward_that_is_no_number_ends_an_evaluation(value):
+    task = toy_task()
 
     def reward(embeds, mask):
-        values = torch.zeros(len(embeds))
-        values[1] = value
-        return values
+        return torch.where(torch.arange(len(embeds)) == 1, value, 0.0)
 
-    return reward
-
-
-@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-def test_a_reward_that_is_no_number_ends_an_evaluation(task, value):
     with pytest.raises(InputError, match=r"reward: got (nan|-?inf); allowed: finite numbers; 1 of 4 are not"):
-        evaluated(task, with_value(value))
+        evaluate(
+            task.backbone, task.validation_prompts[:8], reward, max_new_tokens=4, max_prompt_tokens=6, batch_size=4
+        )
 
 
 def test_weights_that_are_no_numbers_are_seen_after_their_own_step(monkeypatch):

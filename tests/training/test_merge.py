@@ -1,6 +1,5 @@
 """A merged folder is the adapter's policy without PEFT, and is whole or not there."""
 
-import json
 import shutil
 
 import pytest
@@ -71,36 +70,20 @@ def test_weights_are_added_in_float32_and_rounded_once(bases, tmp_path, base, dt
     assert got.dtype == kind and torch.equal(got, (weight + (b @ a) * 3.0).to(kind))  # alpha / r = 3
 
 
-def change_config(folder, **values):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def test_a_merge_into_a_folder_with_files_or_without_an_adapter_or_a_base_is_refused(adapter, tmp_path):
+def test_a_merge_into_a_folder_with_files_or_of_one_without_an_adapter_is_refused(adapter, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").touch()
     with pytest.raises(InputError, match="OUT: got .*; allowed: a folder that does not exist yet, or is empty"):
         merge(adapter, tmp_path / "mine")
     with pytest.raises(InputError, match="RUN: got .* a finished run"):
         merge(tmp_path, tmp_path / "out")
-    shutil.copytree(adapter, tmp_path / "adapter")
-    change_config(tmp_path / "adapter", base_model_name_or_path=None)
-    with pytest.raises(InputError, match="base_model_name_or_path: got None"):
-        merge(tmp_path / "adapter", tmp_path / "out")
 
 
-def lacks_a_tensor(tensors):
-    return {name: value for name, value in tensors.items() if "layers.1.mlp.up_proj" not in name}
-
-
-@pytest.mark.parametrize(
-    "change", [lacks_a_tensor, lambda tensors: {name: value * 1.01 for name, value in tensors.items()}]
-)
-def test_another_base_than_the_adapters_is_refused(bases, tmp_path, change):
+def test_another_base_than_the_adapters_is_refused(bases, tmp_path):
     shutil.copytree(bases / "float32", tmp_path / "base")
     make_adapter(tmp_path / "base", tmp_path / "adapter")
     path = tmp_path / "base" / "model.safetensors"
-    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    save_file({name: 1.01 * value for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
     with pytest.raises(InputError, match="with other weights"):
         merge(tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -130,9 +130,11 @@ def test_neither_target_nor_beta_is_one_line(tmp_path):
         run(tmp_path, task, task.reward_model)
 
 
-@pytest.mark.parametrize("kind", ["additive", "neighbours", "noise"])
+EPOCHS = {"steps": -1, "num_train_epochs": 8 * 8 / 200}
+
+
 @pytest.mark.parametrize(
-    "length", [{"steps": 8}, {"steps": -1, "num_train_epochs": 8 * 8 / 200}], ids=["steps", "epochs"]
+    ("kind", "length"), [("additive", {"steps": 8}), ("neighbours", EPOCHS), ("noise", {"steps": 8})], ids=str
 )
 def test_auto_takes_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhere(kind, length, tmp_path, caplog):
     task = toy_task()
