@@ -63,6 +63,7 @@ SETTINGS = [
     ("--num_generations 6 --gradient_accumulation_steps 2", "num_generations: got 6; allowed: a divisor of"),
     ("--num_generations 8 --gradient_accumulation_steps 3", "that divides the 12 completions of a process's step"),
     ("--method ste --sampler http://a:1", "sampler: got 'http://a:1'; allowed: none with ste"),
+    ("--method tilt", "target_kl: got None; allowed: a KL in nats per completion, or beta above 0"),
     ("--sampler vllm", "sampler: got 'vllm'"), ("--sampler_folder x", "sampler: got 'nothing'"),
     ("--truncation middle", "truncation: got 'middle'"),
     ("--config nowhere.yaml", "nowhere.yaml"), ("--config list.yaml", "list.yaml: got [1, 2]; allowed: a mapping"),

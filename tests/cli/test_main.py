@@ -1,5 +1,6 @@
 """The command line on a tiny project on disk: what it writes, and that bad input is one line and exit code 2."""
 
+import contextlib
 import json
 import shutil
 
@@ -7,7 +8,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import save_toy_files
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grade.cli.main import main
 from grade.results import read_metrics
@@ -27,19 +30,20 @@ def project(tmp_path_factory):
     save_toy_files(root)
     places = {"model": "base", "reward": "bag", "gold": "judge.npz", "train_dataset": "reviews/policy.jsonl",
               "eval_dataset": "reviews/validation.jsonl"}  # fmt: skip
-    values = SMALL | {k: str(root / v) for k, v in places.items()} | {"lora": {"r": 2, "alpha": 4}}
+    values = SMALL | places | {"lora": {"r": 2, "alpha": 4}}
     (root / "train.yaml").write_text(json.dumps(values))  # JSON is YAML
     return root
 
 
 def train(project, output, *extra):
-    return main(["train", "--config", str(project / "train.yaml"), "--output-dir", str(output), *extra])
+    with contextlib.chdir(project):  # whose files are named by relative paths
+        return main(["train", "--config", "train.yaml", "--output-dir", str(output), *extra])
 
 
 @pytest.fixture(scope="module")
 def trained(project, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "ste"
-    assert train(project, output, "--method", "ste", "--set", "save_steps=2") == 0
+    assert train(project, output, "--method", "ste", "--set", "save_steps=2", "--log_completions") == 0
     return output
 
 
@@ -60,16 +64,16 @@ def test_train_writes_adapter_history_metrics_and_samples(trained):
     assert metrics["gain/reward"] == pytest.approx(gain, abs=1e-5)  # six significant digits
 
 
-def test_probe_writes_a_report_and_refuses_a_state_that_does_not_fit(project, trained, tmp_path, capsys):
-    places = [f"{k}={project / v}" for k, v in (("backbone", "base"), ("reward", "bag"), ("reviews", "reviews"))]
-    small = ["batch_config.B=2", "batch_config.G=3", "generation.max_new_tokens=4"]
+def test_probe_writes_a_report_and_names_a_state_that_does_not_fit(project, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(project)
     options = ["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "report.json")]
-    options += [word for value in places + small for word in ("--set", value)]
+    options += ["--backbone=base", "--reward=bag", "--reviews=reviews", "--batch_config.B=2", "--batch_config.G=3"]
+    options += ["--generation.max_new_tokens=4"]
     assert main(["probe", *options]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["figures"]["samples"] == 6 and report["config"]["batch_config"]["G"] == 3
     assert report["figures"]["delta_h1_momentum"] != 0  # optimizer.pt beside the adapter was taken
-    follow = ["--set", f"follow=[{project / 'train.yaml'}]"]
+    follow = ["--set", "follow=[train.yaml]"]
     assert main(["probe", *options, *follow]) == 0
     other = json.loads((tmp_path / "report.json").read_text())["figures"]
     assert other["delta_h1_momentum"] == pytest.approx(report["figures"]["delta_h1_momentum"], rel=0.5)
@@ -100,7 +104,7 @@ def test_a_stage_that_runs_again_writes_the_same_bytes(project, trained, tmp_pat
     shutil.copytree(trained, output)
     for name in outs:
         shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink()
-    options = ("--method", "ste", "--set", "save_steps=2", "--resume", "auto")
+    options = ("--method", "ste", "--set", "save_steps=2", "--log_completions", "--resume", "auto")
     assert train(project, output, *options) == 0
     files = [p.relative_to(trained) for name in outs for p in (trained / name, *(trained / name).rglob("*"))]
     assert [str(file) for file in files if (trained / file).is_file() and
@@ -118,12 +122,39 @@ def test_a_run_of_the_optimised_engine_equals_the_legacy_one(project, tmp_path):
         assert (ours[column] - legacy[column]).abs().max() <= 1e-3
 
 
-def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path):
-    arguments = ["evaluate", "--config", str(project / "train.yaml"), "--adapter", str(trained / "adapter"),
-                 "--output", str(tmp_path / "eval.json")]  # fmt: skip
-    assert main(arguments) == 0
+def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(project)
+    arguments = ["evaluate", "--config", "train.yaml", "--adapter", str(trained / "adapter")]
+    assert main([*arguments, "--output", str(tmp_path / "eval.json")]) == 0
     got, want = read_metrics(tmp_path / "eval.json"), read_metrics(trained / "metrics.json")
     assert got["val/reward_mean"] == pytest.approx(want["after/val/reward_mean"], rel=1e-5)  # six digits
+
+
+def test_a_run_is_shown_with_its_history_and_completions(trained, capsys):
+    assert main(["show", str(trained), "--rows", "2"]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    history = pd.read_csv(trained / "history.csv").set_index("step")
+    lines = [line.split() for line in blocks[0].splitlines()[1:]]
+    assert [line[0] for line in lines] == ["0", "1", "2", "3"]
+    columns = ("train/reward", "train/kl", "val/reward_mean", "val/reward_stderr")
+    assert lines[3][1:] == [f"{history.loc[3, name]:.4g}" for name in columns]
+    assert [block.splitlines()[0] for block in blocks[1:]] == [
+        "completions, step 3: 2 of 4 completions", "eval, step 3: 2 of 8 completions"
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_the_adapter_loads_from_any_folder_and_merges_to_the_same_logits(project, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the run named its base "base", from its own folder
+    ids = AutoTokenizer.from_pretrained(project / "base")("The film was a delight.", return_tensors="pt").input_ids
+    base = AutoModelForCausalLM.from_pretrained(project / "base")
+    bare = base(ids).logits
+    want = PeftModel.from_pretrained(base, trained / "adapter")(ids).logits
+    assert (want - bare).norm() > 1e-3 * want.norm()
+    assert torch.equal(AutoPeftModelForCausalLM.from_pretrained(trained / "adapter")(ids).logits, want)
+    assert main(["merge", str(trained), "out"]) == 0
+    got = AutoModelForCausalLM.from_pretrained("out")(ids).logits
+    assert (got - want).norm() <= 1e-5 * want.norm()  # the requirement; float32 sums in another order
 
 
 def test_tensorboard_gets_the_history_when_asked(project, tmp_path):

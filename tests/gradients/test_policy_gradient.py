@@ -16,11 +16,10 @@ from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.models.batch import Completions
-from grade.models.head import CHUNK_ROWS, self_certainty
+from grade.models.head import CHUNK_ROWS
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden, sequence_kl, token_kl
-from grade.rewards.certainty import CertaintyReward
 
 BETA, T = 0.3, 2
 
@@ -202,16 +201,6 @@ def test_whitening_keeps_the_balance_of_reward_and_kl(monkeypatch):
     _, factor = losses.whiten(advantages, batch.mask)
     shift = flat_grad(-(total / n * logps * batch.mask).sum(1).mean(), backbone)
     torch.testing.assert_close(found[True], factor * (found[False] - shift))
-
-
-def test_self_certainty_as_the_reward():
-    backbone = policy(vocab=7)
-    own = learner(backbone, "grpo", max_completion_length=5)
-    batch = sampled(backbone, own, 2)
-    (step,) = own.step([batch], Objective(CertaintyReward(), BETA), StepContext(1, lambda: None))
-    want = self_certainty(backbone.head, predicting_hidden(backbone, batch.prompts, batch.ids).flatten(0, 1))
-    want = want.view(batch.mask.shape) * batch.mask
-    torch.testing.assert_close(step.reward, (want.sum(1) / batch.mask.sum(1)).detach())
 
 
 def test_the_running_baseline_is_of_earlier_steps_only():

@@ -1,15 +1,16 @@
 """A batch is its rows: padding, order and what follows the end of a completion change nothing.
 
+Of given completions; that a run with any method is the same in other microbatches is held in
+tests/training/test_loop.py.
+
 Hypothesis chooses lengths, paddings, places of end-of-sequence and orders; seeds fill in tokens. A row alone has no
 padding at all: no masked prompt token, no token after its end. Everything is in float64 on a GPT-2, whose layer norms
 are float64 as well (Llama's are not). Log-probabilities of padded prompts, on the cache and in one pass, are held in
 tests/models/zoo.py.
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from unittest import mock
 
 import pytest
 import torch
@@ -18,17 +19,12 @@ from gradients.test_policy_gradient import Reward
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from grade.gradients import estimators, straight_through
-from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.learner import StepContext
-from grade.gradients.methods import RELAXED, MethodConfig
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import PolicyGradient
-from grade.gradients.replay import replay
-from grade.gradients.unrolled import unrolled
 from grade.models.batch import Completions
 from grade.models.prompts import PromptBatch
-from grade.plugins import ESTIMATORS
 from grade.rewards.certainty import CertaintyReward
 
 T, BETA = 4, 0.3
@@ -109,16 +105,6 @@ def assert_equal(got, want):
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def assert_same_rows(values, alone):
-    """Row by row [B, T]: those of a row alone, then 0."""
-    for got, want in zip(values, alone, strict=True):
-        assert_equal(got[: want.shape[1]], want[0])
-        assert not got[want.shape[1] :].any()
-
-
-# --- given completions ---
-
-
 def learned(microbatches, config, certain=False):
     """Gradients after a step, each update moving the policy a little; nothing stays changed."""
     backbone, generator = policy(), torch.Generator().manual_seed(0)
@@ -170,94 +156,3 @@ def test_a_policy_gradient_of_a_padded_batch_is_the_mean_over_prompts_in_any_ord
     mixed = [random.sample(group, len(group)) for group in random.sample(prompts, len(prompts))]
     assert_equal(together, run([batch(flat(mixed))]))
     assert_equal(together, run([batch([row]) for row in flat(prompts)]))  # a prompt's completions apart
-
-
-# --- samples ---
-
-
-class Noise:
-    """Noise that belongs to rows and steps, in place of a generator's, which depends on the batch.
-
-    Args:
-        rows: Numbers of the batch's rows.
-        ends: Each row's step that draws end-of-sequence; None: where it happens.
-        after: Seed of what is drawn after such a step.
-        draws: Calls a step.
-    """
-
-    def __init__(self, rows, ends, after, draws):
-        self.rows, self.ends, self.after, self.draws, self.calls = rows, ends, after, draws, {}
-
-    def of(self, kind, shape):
-        call = self.calls[kind] = self.calls.get(kind, -1) + 1
-        step = call // (self.draws if kind == "exponential" else 1)
-        drawn = []
-        for row in self.rows:
-            end = self.ends[row]
-            seed = self.after if end is not None and step > end else 0
-            generator = torch.Generator().manual_seed(10_000 * seed + 100 * row + call)
-            drawn.append(torch.empty(shape[1:]).exponential_(generator=generator))
-            if kind == "gumbel":
-                drawn[-1] = -drawn[-1].log()
-                if step == end:
-                    drawn[-1][EOS[row % len(EOS)]] += 50  # certain
-        return torch.stack(drawn)
-
-    @contextmanager
-    def patched(self):
-        gumbel = lambda shape, generator, device=None: self.of("gumbel", shape)  # noqa: E731
-        exponential = lambda shape, generator, device: self.of("exponential", shape)  # noqa: E731
-        with mock.patch.object(estimators, "gumbel_noise", gumbel):
-            with mock.patch.object(straight_through, "exponential_noise", exponential):
-                yield
-
-
-def with_noise(rows, ends, after, function, draws=2):
-    with Noise(rows, ends, after, draws).patched():
-        return function()
-
-
-@st.composite
-def samples(draw):
-    """Prompts, where their completions end, seeds for what follows, and an order."""
-    rows = flat(draw(groups()))
-    ends = [draw(st.none() | st.integers(0, T - 1)) for _ in rows]
-    return rows, ends, draw(st.integers(1, 9)), draw(paddings()), draw(st.permutations(range(len(rows))))
-
-
-def gradient(engine, config, rows, numbers, ends, after, scale=1.0, **padding):
-    """The step and the flattened gradient of some of the rows."""
-    prompts = batch([rows[n] for n in numbers], **padding).prompts
-    policy().zero_grad(set_to_none=True)
-    run = partial(engine, policy(), prompts, objective(), config, torch.Generator(), scale)
-    step = with_noise(numbers, ends, after, run)
-    return step, torch.cat([p.grad.flatten() for p in policy().trainable_parameters()])
-
-
-ENGINES = {"replay": partial(replay, hops=T), "replay, 1 hop": partial(replay, hops=1), "unrolled": unrolled}
-RELAXATIONS = [(name, "replay") for name in ESTIMATORS] + [("gumbel_rao", "replay, 1 hop")]
-RELAXATIONS += [(method.estimator, "unrolled") for method in RELAXED.values() if method.engine == "unrolled"]
-
-
-@pytest.mark.parametrize("estimator, engine", RELAXATIONS)
-@few(max_examples=10)
-@given(samples(), st.sampled_from([0, 7]))
-def test_a_relaxed_gradient_of_a_padded_batch_is_the_mean_over_rows_in_any_order(estimator, engine, given, topk):
-    rows, ends, after, padding, order = given
-    config = RelaxationConfig(estimator=estimator, gumbel_topk=topk, rao_draws=2, tau=0.9, max_new_tokens=T)
-    run = partial(gradient, ENGINES[engine], config, rows)
-    numbers = list(range(len(rows)))
-    step, together = run(numbers, ends, after=0, **padding)
-    assert together.norm() > 1e-3
-    for n, end in enumerate(ends):  # where it should end it ends, if it did not before
-        assert end is None or step.completion_mask[n].sum() <= end + 1
-
-    alone = [run([n], ends, after, 1 / len(rows)) for n in numbers]
-    assert_equal(together, torch.stack([g for _, g in alone]).sum(0))
-    assert_equal(step.reward, torch.cat([each.reward for each, _ in alone]))
-    assert_same_rows(step.kl, [each.kl[:, : each.completion_mask.sum()] for each, _ in alone])
-    mixed, again = run(list(order), ends, after)
-    assert_equal(again, together)
-    assert torch.equal(mixed.completion_mask, step.completion_mask[list(order)])
-    valid = step.completion_ids * step.completion_mask
-    assert torch.equal(mixed.completion_ids * mixed.completion_mask, valid[list(order)])

@@ -7,7 +7,6 @@ import torch
 from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_gpt2
 from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, gradient, learner, policy
 from models.test_all_action import HEADS, make_head, randn
-from transformers import AutoModelForCausalLM
 
 from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig
@@ -206,13 +205,3 @@ def test_a_teacher_on_the_same_base_has_its_own_token_bias_and_not_the_policys(b
         torch.testing.assert_close(found, want)
         grads = [flat_grad(value.sum(), backbone) for value in (found, want)]
         torch.testing.assert_close(*grads)
-
-
-def test_a_model_of_another_type_and_of_another_width_is_one(tmp_path):
-    backbone = make_backbone(dtype=torch.float32)
-    wide = AutoModelForCausalLM.from_config(type(backbone.model.config)(**backbone.model.config.to_dict() | {
-        "hidden_size": 32, "vocab_size": backbone.vocab_size + 9}), dtype=torch.bfloat16)  # fmt: skip
-    teacher = make_teacher(wide, backbone)
-    prompts, ids = make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
-    each = teacher.divergence(predicting_hidden(backbone, prompts, ids), teacher.hidden(prompts, ids), ids * 0 + 1)
-    assert each.shape == (3, 2) and each.dtype == torch.float32 and (each > 0).all()

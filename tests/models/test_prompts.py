@@ -168,15 +168,6 @@ def test_a_bad_row_is_named(first, row, message):
         check_prompts(chat_tokenizer(), [rows[0]] * 7 + rows[1:], 4, batch_size=8, warn_raw=False)
 
 
-def test_a_template_that_says_nothing_or_does_not_read_an_option_is_refused():
-    rows = [{"prompt": CHAT}]
-    with pytest.raises(InputError, match="prompt in row 0: .*at least one token"):
-        encode_examples(abc_tokenizer(), rows, chat_template_kwargs={"chat_template": " "})
-    with pytest.raises(InputError, match="chat_template_kwargs: got 'whisper'; allowed: names that the chat template"):
-        encode_examples(chat_tokenizer(), rows, chat_template_kwargs={"whisper": True})
-    check_prompts(chat_tokenizer(), [{"prompt": "a", "tools": [{"name": "f"}]}], warn_raw=False)  # text: no template
-
-
 def test_a_call_of_a_tool_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     batch = encode_examples(chat_tokenizer(), [{"prompt": [USER, call, USER]}])

@@ -213,12 +213,3 @@ def test_every_profiles_training_runs_are_valid_settings(profile):
         # What a default would change without notice, or make depend on where the project lies.
         assert {"method", "seed", "beta", "learning_rate", "lr_scheduler_type", "eval_strategy"} <= set(values)
         assert config.base_name == config.model and (config.use_cpu or profile == "h100")
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_holds_only_what_differs(profile):
-    for path in (ROOT / "params" / profile).glob("*.yaml"):
-        own = parse_yaml(path.read_text()) or {}
-        if below := own.pop("over", None):
-            base = read_yaml(path.parent / below)
-            assert not {key for key in own if own[key] == base.get(key)}, path

@@ -116,18 +116,6 @@ def test_bad_tables(tmp_path, rows, changes, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"text": "a"}\n', '{"text": "a", "label": "2"}\n', '{"text": "a", "label": NaN}\n', "[]\n", "not json\n",
-    ],
-)  # fmt: skip
-def test_damaged_sets(tmp_path, content):
-    (tmp_path / "test.jsonl").write_text('{"text": "fine", "label": 1}\n' + content)
-    with pytest.raises(InputError, match="test.jsonl, line 2: got"):
-        load_reviews(tmp_path, "test")
-
-
 def test_a_line_holds_the_prompt_beside_text_and_label(tmp_path):
     rows = [*make_rows(), {"text": "...One by one. Two. Three.", "label": 0}]
     prepare(tmp_path, rows, test_size=201 - 160)
@@ -165,9 +153,3 @@ def test_a_table_of_numbers_is_split_when_the_config_says_so(tmp_path):
 )  # fmt: skip
 def test_a_prompt_is_the_first_two_sentences(review, prompt):
     assert prompt_text(review) == prompt
-
-
-@pytest.mark.parametrize("review", ["  ", ". . ."])
-def test_a_review_without_words_has_no_prompt(review):
-    with pytest.raises(InputError, match="prompt: got"):
-        prompt_text(review)

@@ -1,7 +1,5 @@
 """Weighted sums, what is logged of them, and rewards by name."""
 
-import sys
-
 import pytest
 import torch
 from conftest import ToyReward
@@ -54,24 +52,6 @@ def test_a_row_without_any_reward_is_nan_with_a_warning(policy, batch):
     assert values.isnan().tolist() == [True, True, False] and values[2] == 0.25
 
 
-@pytest.mark.parametrize("scope", ["prompt_and_completion", "completion"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_one_reward_of_weight_1_has_the_bits_of_the_reward_alone(scope, dtype, make_policy, batch):
-    policy = make_policy(dtype)
-    torch.manual_seed(0)
-    model = RewardModel("bag", policy, HeadSettings(hidden=8))
-    alone, summed = Objective(model, 0.1, scope), Objective(make_rewards(model, policy, scope=scope), 0.1, scope)
-    prompts, ids, mask = batch
-    want, got = alone.score(policy, *batch), summed.score(policy, *batch)
-    assert torch.equal(got, want) and got.dtype == want.dtype
-    gradients = []
-    for objective in (alone, summed):
-        embeds = policy.embed(ids).detach().requires_grad_()
-        objective.reward(policy.embed(prompts.ids).detach(), prompts, embeds, mask).mean().backward()
-        gradients.append(embeds.grad)
-    assert torch.equal(*gradients)
-
-
 def test_equal_names_are_numbered(policy, batch):
     rewards = make_rewards([length, length, third_only, length], policy)
     assert rewards.names == ["length", "length_2", "third_only", "length_3"]
@@ -101,20 +81,6 @@ def test_a_vocabulary_of_its_own_makes_a_classifier_of_text_that_says_why(policy
     with pytest.raises(InputError, match="got 'a classifier with another vocabulary'") as error:
         Objective(Rewards([part])).require_gradient("gumbel")
     assert "for gumbel a differentiable reward" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("funcs", "weights", "tokenizers", "match"),
-    [
-        ([], None, None, r"reward_funcs: got \[\]"),
-        ([length, length], [1.0], None, "reward_weights.*2 numbers"),
-        ([length, length], None, [None], "reward_processing_classes: got 1; allowed: 2"),
-        ([3], None, None, "reward: got 3"),
-    ],
-)
-def test_bad_lists_of_rewards_are_refused(funcs, weights, tokenizers, match, policy):
-    with pytest.raises(InputError, match=match):
-        make_rewards(funcs, policy, weights, tokenizers)
 
 
 class Brevity(Reward):
@@ -164,43 +130,9 @@ def test_values_of_another_shape_or_without_gradient_are_refused_not_broadcast(c
         Objective(rewards, scope="completion").reward(policy.embed(prompts.ids), prompts, embeds, mask)
 
 
-MODULE = """
-import sibling
-def good(completions, **_):
-    return [sibling.VALUE] * len(completions)
-def digits(completions, **_):
-    return [0.0] * len(completions)
-number = 3
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(MODULE)
-    (tmp_path / "sibling.py").write_text("VALUE = 1.5\n")
-    (tmp_path / "raises.py").write_text("1 / 0\n")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    for name in ("my_rewards", "sibling"):
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.parametrize(
-    ("spec", "values"),
-    [
-        ("my_rewards:good", [1.5] * 3),
-        ("my_rewards.py:good", [1.5] * 3),
-        ("./my_rewards.py:digits", [0.0] * 3),
-    ],
-)
-def test_functions_by_name(spec, values, folder, policy, batch):
-    assert make_rewards(spec, policy).score(policy, *batch).tolist() == values
-
-
-def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):
-    torch.manual_seed(0)
+def test_functions_and_folders_by_name(tmp_path, policy, make_classifier, tokenizer, batch, monkeypatch):
+    monkeypatch.chdir(folder := tmp_path)
+    assert make_rewards("rewards.test_rewards:length", policy).score(policy, *batch).tolist() == [11, 28, 4]
     RewardModel("bag", policy, HeadSettings()).save(folder / "bag")
     assert isinstance(make_reward("bag", policy).function, RewardModel)
     model = make_classifier("llama", 2, dtype=torch.float32)

@@ -58,9 +58,7 @@ def interrupted(common, output, monkeypatch, method="ste", after=2):
     ("method", "options", "after"),
     [
         ("ste", {"target_kl": 0.5}, 2),
-        ("rloo", {"target_kl": 0.5}, 2),
         ("ppo", {}, 2),
-        ("tilt", {"target_kl": 0.5, "then": "ppo"}, 1),
         ("tilt", {"target_kl": 0.5, "then": "ppo"}, 4),
         ("auto", {"target_kl": 0.5}, 3),
         ("auto", {"target_kl": 0.5, "reward": f"{HERE / 'runs.py'}:noise"}, 3),
