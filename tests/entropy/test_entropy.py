@@ -65,18 +65,6 @@ def direction(backbone, seed=0):
 # --- enumeration ---
 
 
-def test_samples_have_the_probabilities_that_they_are_scored_with():
-    backbone = tiny()
-    samples = drawn(backbone, batch=1, group=4000, temperature=0.7)
-    ids, mask = every_completion(V, T, (2,))
-    p = completion_logps(backbone, samples.prompts, T, 0.7).exp()[0]
-    known, rows = ((i * m - (1 - m)).tolist() for i, m in ((ids, mask), (samples.ids[0], samples.mask[0])))
-    places = torch.tensor([known.index(row) for row in rows])
-    z = (places.bincount(minlength=len(ids)) / 4000 - p) / (p * (1 - p) / 4000).sqrt()
-    assert z.abs().max() < 4.5  # 85 cells
-    torch.testing.assert_close(sequence_logps(backbone, samples, 4000)[0].exp(), p[places])
-
-
 # --- gradients ---
 
 
@@ -210,17 +198,6 @@ def test_reweighting_by_hand():
 
 
 # --- the policy at other parameters ---
-
-
-def test_forward_mode_is_the_central_difference_of_every_term():
-    backbone, eta = tiny(), 1e-5
-    samples, v = drawn(backbone, batch=2, group=25), direction(tiny()) / 30
-    terms = directional(backbone, samples, v, 24)
-    up, down = (scores_at(backbone, samples, v, sign * eta) for sign in (1, -1))
-    for rate, name in ((terms.d_entropies, "entropies"), (terms.d_logps, "logps")):
-        difference = (getattr(up, name) - getattr(down, name)) / (2 * eta)
-        torch.testing.assert_close(rate, difference, rtol=1e-4, atol=1e-7)
-        assert (rate[samples.mask == 0] == 0).all()
 
 
 def test_forward_mode_of_a_large_vocabulary_in_float32_is_that_of_float64():

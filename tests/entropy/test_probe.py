@@ -175,9 +175,6 @@ def test_any_loss_can_be_the_update():
     assert torch.equal(seen[0], prompts().ids[4:])
     assert report.figures["delta_h1"] == pytest.approx(expected.figures["delta_h1"], rel=1e-4)
     assert all(p.grad is None for p in probe.policy.parameters())
-    for both in ({}, {"reward": reward, "gradient": gradient}):
-        with pytest.raises(ValueError, match="one of them"):
-            probe.run(prompts(), **both)
 
 
 def test_too_few_prompts_and_rewards_that_are_not_finite_are_refused():

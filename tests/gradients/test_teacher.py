@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_gpt2
 from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, gradient, learner, policy
-from models.test_all_action import HEADS, make_head, randn
+from models.test_head import HEADS, make_head, randn
 
 from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig

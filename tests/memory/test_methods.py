@@ -2,11 +2,13 @@
 
 import inspect
 
+import pytest
 import torch
 
 from grade import GradeConfig
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.replay import replay
+from grade.memory.compare import compare, standard_steps
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import trace
@@ -36,3 +38,12 @@ def test_a_step_has_the_defaults_of_training_and_of_the_engine():
     step, run, engine = StepConfig(), GradeConfig(method="ste"), inspect.signature(replay).parameters["hops"]
     assert step.hops == run.hops == engine.default == 2
     assert step.gumbel_topk == run.gumbel_topk == RelaxationConfig().gumbel_topk == 256
+
+
+def test_a_row_has_the_traced_peak_and_that_of_the_step_that_ran():
+    steps = standard_steps("cpu")
+    assert len(steps) == 13 and len(standard_steps("cuda")) == 17
+    (row,) = compare(steps[8:9])
+    assert (row["name"], row["config"]["method"]) == (steps[8].headline, "gumbel_legacy")
+    assert 0 < row["fixed_bytes"] < row["traced_peak_bytes"]
+    assert row["measured_peak_bytes"] == pytest.approx(row["traced_peak_bytes"], rel=0.01) and row["seconds"] > 0

@@ -201,40 +201,27 @@ def test_an_adapter_goes_back_on_its_base_in_any_type_and_on_no_other(tmp_path, 
         Backbone(base(seed=1).to(dtype), adapter=tmp_path)
 
 
-def spoil_tensors(change):
-    def spoil(folder):
-        save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
-
-    return spoil
-
-
-def spoil_settings(**values):
-    def spoil(folder):
-        (folder / SETTINGS).write_text(json.dumps(json.loads((folder / SETTINGS).read_text()) | values))
-
-    return spoil
-
-
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-MISFITS = {
-    "one tensor less": (spoil_tensors(lambda t: {n: v for n, v in t.items() if n != FIRST}),
-                        rf"{FIRST}: nothing in the file, \[2, 16\]"),
-    "one tensor more": (spoil_tensors(lambda t: t | {"extra.lora_A.weight": torch.ones(1)}),
-                        r"extra.lora_A.weight: \[1\] in the file, nothing"),
-    "another scale": (spoil_settings(lora_alpha=3), "lora_alpha: got 3; allowed: 5, as the policy's"),
-    "no tensors": (lambda folder: (folder / WEIGHTS).unlink(), "a folder with .*safetensors"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(("spoil", "message"), MISFITS.values(), ids=MISFITS)
-def test_an_adapter_that_peft_would_load_in_part_is_refused(tmp_path, spoil, message):
+@pytest.mark.parametrize(
+    ("names", "message"), [([FIRST], f"{FIRST}: nothing in the file"), ([], "extra: .* in the file, nothing")]
+)
+def test_an_adapter_that_peft_would_load_in_part_is_refused(tmp_path, names, message):
     backbone = trained(tmp_path)
     restore_adapter(backbone.peft, tmp_path)
-    spoil(tmp_path)
-    if "as the policy's" not in message:
+    tensors = load_file(tmp_path / WEIGHTS) | ({} if names else {"extra": torch.ones(1)})
+    save_file({name: value for name, value in tensors.items() if name not in names}, tmp_path / WEIGHTS)
+    for load in (lambda: Backbone(base(), adapter=tmp_path), lambda: restore_adapter(backbone.peft, tmp_path)):
         with pytest.raises(InputError, match=message):
-            Backbone(base(), adapter=tmp_path)
-    with pytest.raises(InputError, match=message):
+            load()
+
+
+def test_an_adapter_of_another_scale_is_not_restored(tmp_path):
+    backbone = trained(tmp_path)
+    settings = json.loads((tmp_path / SETTINGS).read_text())
+    (tmp_path / SETTINGS).write_text(json.dumps(settings | {"lora_alpha": 3}))
+    with pytest.raises(InputError, match="lora_alpha: got 3; allowed: 5, as the policy's"):
         restore_adapter(backbone.peft, tmp_path)
 
 

@@ -86,8 +86,7 @@ def test_replay_equals_the_unrolled_graph(family):
     OPTConfig(**OPT | dict(layerdrop=0.9, dropout=0.5, attention_dropout=0.5)),  # whose decoder drops layers
 ], ids=lambda config: config.model_type)  # fmt: skip
 def test_a_base_that_was_put_into_training_mode_has_neither_dropout_nor_a_routers_noise(config):
-    targets = ["q_proj", "v_proj"] if config.model_type == "opt" else None
-    backbone = make_backbone(config, target_modules=targets)
+    backbone = make_backbone(config, **{"target_modules": ["q_proj"]} if config.model_type == "opt" else {})
     embeds, mask = torch.randn(2, 6, backbone.hidden_size, dtype=backbone.dtype), torch.ones(2, 6, dtype=torch.long)
     want = backbone.hidden(embeds, mask)
     for checkpointed in (False, True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_prompts, tiny_config, tiny_gpt2
-from models.zoo import build
+from models.test_zoo import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -168,12 +168,6 @@ def test_a_bad_row_is_named(first, row, message):
         check_prompts(chat_tokenizer(), [rows[0]] * 7 + rows[1:], 4, batch_size=8, warn_raw=False)
 
 
-def test_a_call_of_a_tool_needs_no_content():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    batch = encode_examples(chat_tokenizer(), [{"prompt": [USER, call, USER]}])
-    assert batch.ids.tolist() == [[BOS, A, EOS, BOS, EOS, BOS, A, EOS, BOS]]
-
-
 def test_a_whole_dataset_is_checked_and_its_longest_prompt_is_known():
     rows = [{"prompt": " ".join("abc"[: 1 + i % 3]), "other": i} for i in range(10)]
     for dataset in rows, Dataset.from_list(rows):

@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -139,27 +138,6 @@ def test_a_stage_depends_on_the_files_that_its_parameters_name(pipeline):
 
 
 # --- outputs ---
-
-
-def is_ignored(path, checkout):
-    return subprocess.run(["git", "check-ignore", "-q", path], cwd=checkout).returncode == 0
-
-
-def test_small_results_can_be_committed_and_big_ones_cannot(pipeline, tmp_path):
-    # The rules in a checkout of their own: whatever is tracked by now, and wherever the project lies.
-    profile, found = pipeline
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    shutil.copy(ROOT / ".gitignore", tmp_path)
-    outs = [out for stage in found.values() for out in stage.outs]
-    stay = profile == "smoke"  # all its results stay in its workspace
-    assert outs and [path for path, cached in outs if is_ignored(path, tmp_path) != (cached or stay)] == []
-
-
-def test_no_out_holds_times(pipeline):
-    # Times differ from run to run: a stage that depended on them would never be up to date.
-    ignored = (ROOT / ".dvcignore").read_text()
-    assert "/outputs/**/timings*" in ignored
-    assert not [out for stage in pipeline[1].values() for out, _ in stage.outs if "timings" in out]
 
 
 # --- lock ---

@@ -92,8 +92,8 @@ def test_a_student_of_a_teacher_that_stops_with_another_token_has_both_ends(tmp_
     tokenizer = save_toy_base(tmp_path).backbone.tokenizer
     student, teacher = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))
     teacher.generation_config.eos_token_id = 1
-    args, rows = GradeConfig(str(tmp_path), method="teacher", use_cpu=True), [{"prompt": "The film was"}]
-    run = GradeTrainer(student, None, args, rows, processing_class=tokenizer, teacher=teacher)
+    args = GradeConfig(str(tmp_path), method="teacher", max_completion_length=8, use_cpu=True)
+    run = GradeTrainer(student, None, args, [{"prompt": "a"}], processing_class=tokenizer, teacher=teacher)
     assert run.backbone.eos_token_ids == (0, 1) and "any of the tokens 0, 1" in run.chosen["teacher"]
 
 

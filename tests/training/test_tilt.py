@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from training.runs import noise
+from training.runs import noise, toy_trainer
 from transformers import TrainerCallback
 
-from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.gradients.learner import StepContext
 from grade.gradients.objective import Objective
@@ -55,15 +54,10 @@ class Watch(TrainerCallback):
 
 
 def run(folder, task, reward, steps=4, batch=64, **settings):
-    config = GradeConfig(
-        str(folder), max_steps=steps, max_completion_length=T, min_completion_length=T, max_prompt_length=6,
-        truncation="right", per_device_train_batch_size=batch, learning_rate=1e-2, use_cpu=True, seed=0,
-        save_strategy="no", raw_prompts=True, kl_eval_prompts=200,
-        **{"method": "tilt", **settings},
-    )  # fmt: skip
-    watch, rows = Watch(task.backbone), [{"prompt": text} for text in task.train_prompts]
-    held_out = [{"prompt": text} for text in task.validation_prompts]
-    trainer = GradeTrainer(task.backbone, reward, config, rows, held_out, callbacks=[watch])
+    watch, held_out = Watch(task.backbone), [{"prompt": text} for text in task.validation_prompts]
+    sizes = dict(max_steps=steps, per_device_train_batch_size=batch, min_completion_length=T, kl_eval_prompts=200)
+    values = {"method": "tilt", **sizes, **settings}
+    trainer = toy_trainer(task, folder, reward, None, held_out, [watch], **values)
     trainer.watch = watch
     return trainer
 

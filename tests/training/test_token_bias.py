@@ -1,5 +1,6 @@
 """Training, resuming, generating from and merging policies with a token bias."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from conftest import VOCAB, generator, make_backbone, make_prompts, perturb_adapter, word_tokenizer
 from models.test_backbone import FAMILIES
 from safetensors.torch import load_file
-from training.runs import settings, toy_project
+from training.runs import settings, toy_project, toy_trainer
 from training.test_resume import interrupted, silent
 from transformers import AutoModelForCausalLM
 
@@ -16,9 +17,7 @@ from grade.models.adapter import BASE_FILE, LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.scoring import predicting_hidden
 from grade.models.token_bias import BIAS_FILE
-from grade.training.config import GradeConfig
 from grade.training.kl_budget import BatchKL, scale_adapter
-from grade.training.loop import GradeTrainer
 from grade.training.merge import LOGIT_BIAS_FILE, add_token_bias, merge
 from grade.training.run import train
 from grade.training.served import StepSampler
@@ -50,13 +49,9 @@ def test_a_trained_bias_resumes_to_the_same_bits_and_is_part_of_the_result(metho
 
 
 def trainer(backbone, output, **changes):
-    task = toy_task()
-    values = dict(
-        method="rloo", num_generations=2, max_completion_length=4, max_prompt_length=6, truncation="right",
-        per_device_train_batch_size=4, max_steps=2, save_steps=1, learning_rate=1e-2, raw_prompts=True, use_cpu=True,
-    )  # fmt: skip
-    rows = [{"prompt": text} for text in task.train_prompts[:8]]
-    return GradeTrainer(backbone, task.reward_model, GradeConfig(output, **values | changes), rows)
+    task = replace(toy_task(), backbone=backbone)
+    own = dict(num_generations=2, max_completion_length=4, save_strategy="steps", save_steps=1)
+    return toy_trainer(task, output, task.reward_model, **own | changes)
 
 
 def test_a_bias_is_trained_beside_an_adapter_only_if_asked_and_the_best_one_is_restored(tmp_path):
