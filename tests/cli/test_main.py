@@ -1,4 +1,4 @@
-"""The command line on a tiny project on disk: what it writes, and that bad input is one line and exit code 2."""
+"""The command line on a tiny project on disk: what it writes."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""``grade memory``: what it prints, for people and for programs."""
+"""``grade memory``: what it prints for programs, and which steps it reads."""
 
 import json
 

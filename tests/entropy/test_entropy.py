@@ -62,9 +62,6 @@ def direction(backbone, seed=0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# --- enumeration ---
-
-
 # --- gradients ---
 
 
@@ -194,10 +191,7 @@ def test_reweighting_by_hand():
     assert tokens.after == pytest.approx((1.5 * math.log(4 / 3) + 0.5 * math.log(4)) / (1.5 + 0.5 * 3))
 
 
-# --- bad input ---
-
-
-# --- the policy at other parameters ---
+# --- forward mode, and the change after a step ---
 
 
 def test_forward_mode_of_a_large_vocabulary_in_float32_is_that_of_float64():

@@ -1,4 +1,4 @@
-"""The claims table: what it refuses, what it writes."""
+"""The claims table: what is written and joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notebook leaves: its folder, figures of few colours, verdicts that are what the row says."""
+"""What a notebook leaves: its folder, colours of methods, verdicts that are what the row says."""
 
 import numpy as np
 import pandas as pd

@@ -1,4 +1,4 @@
-"""Steps of methods: their phases, what they cost beside, and what their settings may be; peaks are in test_trace.py."""
+"""Steps of methods: their phases, what they cost beside, and steps that run beside their traces; see test_trace.py."""
 
 import inspect
 

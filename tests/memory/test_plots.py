@@ -1,4 +1,4 @@
-"""Tables of traces by hand, and that pictures show what the tables say."""
+"""Tables of traces by hand, and bars that are what the tables say."""
 
 import matplotlib.pyplot as plt
 import pytest

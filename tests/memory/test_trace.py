@@ -35,12 +35,12 @@ CASES = [
     {"gradient_checkpointing": True, "attention": "eager"},
     {"engine": "checkpointed"},
     {"method": "ste_legacy", "gumbel_topk": 0},
-    {"method": "gumbel_legacy", "reward": "trunk", "explicit_freeing": True, "autocast": True},
+    {"method": "gumbel_legacy", "reward": "trunk", "explicit_freeing": True},
     {"adapter": "full", "base_copies": 3},
     {"train_bias": True},
 ]
 METHODS = [
-    dict(method="rloo", num_generations=3, reward="trunk"),
+    dict(method="rloo", num_generations=3, reward="trunk", autocast=True),
     dict(method="remax", batch_size=4, num_generations=2, attention="eager"),
     dict(method="grpo", gradient_checkpointing=True),
     dict(method="ppo", batch_size=4, reward="trunk"),

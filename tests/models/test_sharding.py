@@ -1,4 +1,4 @@
-"""A base in pieces: rows of a table on several processes, operators that read them, and a model sharded by layer."""
+"""A base in pieces: a model sharded by layer; two processes train on one in tests/training/test_sharded.py."""
 
 import contextlib
 
@@ -28,7 +28,6 @@ def held_bytes(module):
     )
 
 
-# ---- a model ----
 @contextlib.contextmanager
 def processes(size, backend):
     """This process as the first of several: alone with gloo, or with others that do not exist."""

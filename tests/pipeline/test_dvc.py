@@ -27,7 +27,7 @@ class Stage:
 
     cmd: str
     deps: set[str]  # parameter files among them
-    outs: list[tuple[str, bool]]  # and whether DVC's cache has it
+    outs: set[str]
 
 
 def stages(profile, folder):
@@ -42,7 +42,7 @@ def stages(profile, folder):
 
     with Repo(str(folder)) as repo:
         return {
-            stage.name: Stage(stage.cmd, {name(d) for d in stage.deps}, [(name(o), o.use_cache) for o in stage.outs])
+            stage.name: Stage(stage.cmd, {name(d) for d in stage.deps}, {name(o) for o in stage.outs})
             for stage in repo.index.stages
         }
 
@@ -122,7 +122,7 @@ def test_a_stage_depends_on_the_wings_that_it_imports_and_a_family_on_no_other(r
 def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
     roots = ("data/", "models/", "notebooks/", "params/")
     for name, stage in pipeline[1].items():
-        known = stage.deps | {out for out, _ in stage.outs}
+        known = stage.deps | stage.outs
         for word in stage.cmd.split():
             if word.startswith(roots):
                 assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"
@@ -135,9 +135,6 @@ def test_a_stage_depends_on_the_files_that_its_parameters_name(pipeline):
             for path in re.findall(r"\b(?:data|models|outputs)/[\w/-]+", str(profile_values(profile, Path(file).stem))):
                 # Of a folder of runs, those that are read.
                 assert any(covers(dep, path) or covers(path, dep) for dep in stage.deps), f"{name} reads {path}"
-
-
-# --- outputs ---
 
 
 # --- lock ---

@@ -1,4 +1,4 @@
-"""`GradeTrainer`: what people expect of a Trainer, and what it refuses."""
+"""`GradeTrainer`: what people expect of a Trainer."""
 
 import json
 import re
@@ -182,10 +182,13 @@ def test_however_a_step_is_cut_into_microbatches_it_is_one_run(base, tmp_path, n
         changes |= dict(reward_scope="completion") | ({} if relaxed else dict(num_generations=4))
         made = trainer(policy, tmp_path / str(batch), reward, prompts, method=method, **changes | METHODS[name])
         made.train()
-        samples = [row["num_samples"] for row in made.state.log_history if "loss" in row]
+        rows = [row for row in made.state.log_history if "loss" in row]
+        samples = [row["num_samples"] for row in rows]
         assert samples == ([10, 20] if method == "remax" else [8, 16])
-        found.append((drawn, torch.cat([p.flatten() for p in policy.trainable_parameters()])))
-    (drawn, weights), (others, moved) = found
+        figures = [row[name] for row in rows for name in ("loss", "grad_norm", "reward", "kl")]
+        found.append((drawn, torch.cat([p.flatten() for p in policy.trainable_parameters()]), figures))
+    (drawn, weights, figures), (others, moved, again) = found
+    assert again == pytest.approx(figures, rel=1e-6, abs=1e-9)
     assert sorted(others) == sorted(drawn) and (relaxed or len(drawn) == samples[-1])
     assert torch.allclose(moved, weights, rtol=0, atol=1e-9)  # AdamW divides a gradient by its size
 

@@ -6,7 +6,6 @@ import torch
 
 from grade.gradients.methods import AUTO, POLICY_GRADIENTS
 from grade.training.config import TrainConfig
-from grade.training.loop import GradeTrainer
 from grade.training.run import run_metrics, run_training
 from grade.training.toy import toy_task
 
@@ -31,11 +30,6 @@ def run(**changes):
     task = toy_task()
     before = weights(task.backbone)
     return task, before, run_training(settings(**changes), task)
-
-
-def trainer(task, **changes):
-    rows = [{"prompt": text} for text in task.train_prompts]
-    return GradeTrainer(task.backbone, task.reward_model, settings(**changes, eval_dataset=""), rows)
 
 
 def test_warm_up_and_tau_reach_the_history():

@@ -1,4 +1,4 @@
-"""Runs with a teacher: alone, beside a reward; what they refuse."""
+"""Runs with a teacher: alone, beside a reward; who may be one."""
 
 import pytest
 import torch

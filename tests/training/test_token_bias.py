@@ -115,7 +115,6 @@ def test_a_server_is_refused_for_a_policy_with_a_bias():
         sampler.sample(backbone, make_prompts(), generator(), 1)
 
 
-# ---- from a folder with a bias alone ----
 # ---- merge ----
 @pytest.mark.parametrize(
     ("family", "place"),
