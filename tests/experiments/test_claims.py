@@ -25,8 +25,8 @@ def test_the_csv_reads_back(tmp_path):
     assert [row["found"] for row in rows] == ["8.192", "147456", "none"]
 
 
-def test_claims_of_several_documents_are_joined_in_order(results, capsys):
-    later = row(seed="004", claim="b, c", verdict="partly")
+def test_claims_of_several_documents_are_joined_in_order(tmp_path, capsys):
+    results, later = tmp_path / "outputs", row(seed="004", claim="b, c", verdict="partly")
     write_claims(results / "a" / "claims.csv", [later])
     write_claims(results / "b" / "claims.csv", [ROW, ROW])
     write_claims(results / "larger" / "claims.csv", [ROW])  # another folder of results, which has its own page
