@@ -1,6 +1,7 @@
 """Bad input at the boundary is one line on stderr with what is wrong, and exit code 2; nothing is trained."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -39,7 +40,7 @@ GOOD = {
     "train": "--config train.yaml --output-dir out",
     "evaluate": "--config train.yaml --adapter nowhere",
     "generate": "--backbone base --prompt film --max-new-tokens 2",
-    "memory": "--model tiny --max-new-tokens 2 --prompt-tokens 2 --gumbel-topk 8",
+    "memory": "--model tiny --max-new-tokens 2 --prompt-tokens 2",
     "merge": "nowhere merged",
     "show": "nowhere",
     "probe": "--output report.json --backbone base --reward bag --reviews reviews",
@@ -61,6 +62,9 @@ SETTINGS = [
     ("--method ste --gumbel_topk 1", "gumbel_topk: got 1; allowed: 0 (the full vocabulary) or at least 2"),
     ("--num_generations 6 --gradient_accumulation_steps 2", "num_generations: got 6; allowed: a divisor of"),
     ("--num_generations 8 --gradient_accumulation_steps 3", "that divides the 12 completions of a process's step"),
+    ("--method ste --sampler http://a:1", "sampler: got 'http://a:1'; allowed: none with ste"),
+    ("--method tilt", "target_kl: got None; allowed: a KL in nats per completion, or beta above 0"),
+    ("--sampler vllm", "sampler: got 'vllm'"), ("--sampler_folder x", "sampler: got 'nothing'"),
     ("--truncation middle", "truncation: got 'middle'"),
     ("--config nowhere.yaml", "nowhere.yaml"), ("--config list.yaml", "list.yaml: got [1, 2]; allowed: a mapping"),
     ("--config broken.yaml", "broken.yaml"), ("--config wrong.yaml", "wrong.yaml: beta: got 'much'"),
@@ -82,6 +86,12 @@ LOADING = [
     ("--max_prompt_length 1", "max_prompt_length"),
     ("--method ste --gumbel_topk 8 --reward rewards.py:length", "reward 'length'"),
     ("--method ste --gumbel_topk 100000 --reward bag", "gumbel_topk: got 100000"),
+    ("--sampler http://127.0.0.1:9", "a server that answers"),
+    ("--teacher nowhere", "teacher: got 'nowhere'; allowed: a local folder or hub id"),
+    ("--teacher base --teacher_context {nothing}", "teacher_context: got"),
+    (f"--teacher base --teacher_context '{'a ' * 500}'", "the teacher's context"),
+    ("--method ste --gumbel_topk 8 --reward bag --teacher base", "reward 'teacher'"),
+    ("--method teacher", "teacher: got None; allowed: a model"),
     ("--reward rewards.py:few", "few"),
     ("--reward rewards.py:none", "none"),
     ("--reward rewards.py:nan", "nan"),
@@ -93,6 +103,9 @@ OTHERS = [
     ("", "", "command"), ("trian", "", "invalid choice"), ("generate", "--no-such-option", "--no-such-option"),
     ("memory", "--batch_sice 2", "did you mean 'batch_size'"), ("memory", "--model nowhere", "nowhere"),
     ("memory", "--fits '12 parsecs'", "12 parsecs"), ("memory", "--method gripo", "did you mean 'grpo'"),
+    ("memory", "--method grpo --engine replay", "engine: got 'replay'; allowed: auto for grpo"),
+    ("memory", "--method grpo --batch_size 6 --num_generations 4", "batch_size: got 6; allowed: a multiple of 4 comp"),
+    ("memory", "--max-new-tokens 4096", "prompt_tokens + max_new_tokens: got 4098; allowed: at most 2048"),
     ("generate", "--backbone nowhere", "nowhere"), ("generate", "--adapter nowhere", "nowhere"),
     ("generate", "--prompt ''", "prompt"), ("merge", "", "nowhere"), ("show", "", "nowhere"),
     ("probe", "--reward nowhere", "nowhere"), ("probe", "--batch_config.D 3", "batch_config.D"),
@@ -101,8 +114,9 @@ OTHERS = [
 
 
 def without_num_generations(words):
-    """`ste` and `ppo` in the table have no group of two."""
-    return {name: value for name, value in TRAIN.items() if name != "num_generations" or "--method ste" not in words}
+    """`ste` and `teacher` in the table have no group of two."""
+    grouped = not {"ste", "teacher"} & {*re.findall(r"--method (\w+)", words)}
+    return {name: value for name, value in TRAIN.items() if name != "num_generations" or grouped}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The environment's files agree: pyproject says what, constraints.txt which version, environment.yml only defers."""
 
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -37,9 +36,3 @@ def test_make_installs_pinned_versions_by_their_hashes():
     assert [line for line in hashed.values() if not re.fullmatch(r"\S+( +--hash=sha256:[0-9a-f]{64})+", line)] == []
     asked = {canonicalize_name(Requirement(line).name) for line in (*PROJECT["dependencies"], *EXTRAS["test"])}
     assert asked - set(hashed) == {"torch"}  # whose file depends on the accelerator
-
-
-def test_continuous_integration_runs_what_a_developer_runs():
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-1] == "make test"

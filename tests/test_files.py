@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from grade.files import atomic, read_json, write_json
+from grade.files import atomic
 
 FORK = multiprocessing.get_context("fork")
 
@@ -53,8 +53,3 @@ def test_after_an_error_or_a_kill_the_old_content_stands(make, older, tmp_path):
     with atomic(path) as staging:
         make(staging)
     assert path.read_text() == "new" if path.is_file() else os.listdir(path) == ["sub"]
-
-
-def test_json_reads_back(tmp_path):
-    write_json(tmp_path / "new" / "a.json", {"b": [1, 0.5, None, "é"]})
-    assert read_json(tmp_path / "new" / "a.json") == {"b": [1, 0.5, None, "é"]}

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import yaml
 
 from grade import toy_task
 from grade.cli import main as command_line
 from grade.data.prompts import load_prompts
-from grade.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = nbformat.read(ROOT / "notebooks/your_own_task.ipynb", as_version=4)
@@ -53,11 +51,6 @@ def test_the_reward_is_the_share_of_short_words_and_has_at_most_five_lines(sourc
 
 
 # --- the page ---
-
-
-def test_its_yaml_is_a_run_of_the_training_command(tmp_path):
-    config = TrainConfig.parse(yaml.safe_load(blocks("yaml")[0]) | {"output_dir": str(tmp_path)})
-    assert (config.method, config.reward, config.beta) == ("rloo", "rewards.py:short_words", 0.2)
 
 
 @pytest.fixture

@@ -11,16 +11,11 @@ import time
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from conftest import word_tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from grade.models.prompts import PromptBatch
 
 PYTHON = os.environ.get("GRADE_ENGINE")
 
@@ -49,8 +44,8 @@ class Engine:
             self.port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
 
-    def start(self, folder: Path, *arguments: str) -> None:
-        words = [PYTHON, *ARGUMENTS, "--port", str(self.port), "--model", str(folder), *arguments]
+    def start(self, folder: Path) -> None:
+        words = [PYTHON, *ARGUMENTS, "--port", str(self.port), "--model", str(folder)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 words, stdout=log, stderr=log, start_new_session=True, env=os.environ | SETTINGS, cwd=self.log.parent
@@ -75,32 +70,18 @@ class Engine:
     def names(self) -> list[str]:
         return [model["id"] for model in httpx.get(self.address + "/v1/models").json()["data"]]
 
-    def processes(self) -> list[psutil.Process]:
-        process = psutil.Process(self.process.pid)
-        return [process, *process.children(recursive=True)]
 
-
-def save_base(folder, kind="llama", seed=0, defaults=(), **sizes):
+def save_base(folder, kind="llama", defaults=(), **sizes):
     """A random model of two layers, heads of 32 (vLLM's smallest on CPUs), and the words w0 (eos), w1 (pad), w2 ..."""
     values = dict(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.1, bos_token_id=None,
         eos_token_id=EOS, pad_token_id=1, tie_word_embeddings=True,
     ) | sizes  # fmt: skip
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values), dtype=torch.float32)
     model.save_pretrained(folder)
     GenerationConfig(eos_token_id=EOS, pad_token_id=1, **dict(defaults)).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(values["vocab_size"])}))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w1").save_pretrained(folder)
+    words = [f"w{number}" for number in range(values["vocab_size"])]
+    word_tokenizer(words, "w2", eos_token="w0", pad_token="w1").save_pretrained(folder)
     return folder
-
-
-def prompts_of(batch, length=6, seed=0):
-    """Left-padded random prompts of different lengths."""
-    ids = torch.randint(2, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    for row in range(batch):
-        mask[row, : row % length] = 0
-    return PromptBatch(ids * mask, mask)

@@ -170,8 +170,7 @@ def _shard_base(model: PreTrainedModel, device: torch.device) -> dist.ProcessGro
         fully_shard(decoder, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
     except ValueError as error:
         raise InputError("backbone", type(model).__name__, f"a model that can be sharded by layer ({error})") from None
-    _name_recorded_outputs(decoder)
-    # Of recorded states; nothing here changes a hidden state in place.
+    # Of layers' outputs; nothing here changes a hidden state in place.
     warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
@@ -181,14 +180,6 @@ def _shard_base(model: PreTrainedModel, device: torch.device) -> dist.ProcessGro
     for p in set(model.parameters()) - set(decoder.parameters()) - set(sharded.values()):  # a head's bias
         p.data = p.data.to(device)
     return group
-
-
-def _name_recorded_outputs(decoder: nn.Module) -> None:
-    """Let transformers find what a decoder can record (hidden states): it looks by class, which FSDP2 has changed."""
-    with contextlib.suppress(ImportError, AttributeError):  # versions of transformers that do not look
-        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-
-        _CAN_RECORD_REGISTRY[decoder] = decoder.can_record_outputs
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -1,5 +1,6 @@
-"""The command line on a tiny project on disk: what it writes, and that bad input is one line and exit code 2."""
+"""The command line on a tiny project on disk: what it writes."""
 
+import contextlib
 import json
 import shutil
 
@@ -7,11 +8,12 @@ import pandas as pd
 import pytest
 import torch
 from conftest import save_toy_files
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grade.cli.main import COMMANDS, main
+from grade.cli.main import main
 from grade.results import read_metrics
-from grade.training.config import TrainConfig
 
 SMALL = {
     "method": "ste", "max_steps": 3, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 6,
@@ -28,27 +30,24 @@ def project(tmp_path_factory):
     save_toy_files(root)
     places = {"model": "base", "reward": "bag", "gold": "judge.npz", "train_dataset": "reviews/policy.jsonl",
               "eval_dataset": "reviews/validation.jsonl"}  # fmt: skip
-    values = SMALL | {k: str(root / v) for k, v in places.items()} | {"lora": {"r": 2, "alpha": 4}}
+    values = SMALL | places | {"lora": {"r": 2, "alpha": 4}}
     (root / "train.yaml").write_text(json.dumps(values))  # JSON is YAML
     return root
 
 
 def train(project, output, *extra):
-    return main(["train", "--config", str(project / "train.yaml"), "--output-dir", str(output), *extra])
+    with contextlib.chdir(project):  # whose files are named by relative paths
+        return main(["train", "--config", "train.yaml", "--output-dir", str(output), *extra])
 
 
 @pytest.fixture(scope="module")
 def trained(project, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "ste"
-    assert train(project, output, "--method", "ste", "--set", "save_steps=2") == 0
+    assert train(project, output, "--method", "ste", "--set", "save_steps=2", "--log_completions") == 0
     return output
 
 
 def test_train_writes_adapter_history_metrics_and_samples(trained):
-    names = {p.name for p in trained.iterdir()}
-    assert names >= {"adapter", "checkpoints", "completions", "history.csv", "metrics.json", "samples.json",
-                     "timings.csv", "timings.json", "grade_state.json"}  # fmt: skip
-    assert [p.name for p in (trained / "checkpoints").iterdir()] == ["step-2"]
     history = pd.read_csv(trained / "history.csv")
     assert history.step.tolist() == [0, 1, 2, 3] and history.samples.tolist() == [0, 4, 8, 12]
     names = ["reward", "kl", "loss", "tau", "grad_norm", "residual"]
@@ -63,22 +62,18 @@ def test_train_writes_adapter_history_metrics_and_samples(trained):
     assert metrics["gain/reward_n"] == 16 and timings["seconds_per_step"] > 0 and timings["peak_memory_bytes"] > 0
     gain = metrics["after/val/reward_mean"] - metrics["before/val/reward_mean"]
     assert metrics["gain/reward"] == pytest.approx(gain, abs=1e-5)  # six significant digits
-    assert [set(s) >= {"prompt", "before", "after", "before_gold"} for s in json.loads(
-        (trained / "samples.json").read_text())] == [True, True]  # fmt: skip
 
 
-def test_probe_writes_a_report_and_refuses_a_state_that_does_not_fit(project, trained, tmp_path, capsys):
-    places = [f"{k}={project / v}" for k, v in (("backbone", "base"), ("reward", "bag"), ("reviews", "reviews"))]
-    small = ["batch_config.B=2", "batch_config.G=3", "generation.max_new_tokens=4"]
+def test_probe_writes_a_report_and_names_a_state_that_does_not_fit(project, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(project)
     options = ["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "report.json")]
-    options += [word for value in places + small for word in ("--set", value)]
+    options += ["--backbone=base", "--reward=bag", "--reviews=reviews", "--batch_config.B=2", "--batch_config.G=3"]
+    options += ["--generation.max_new_tokens=4"]
     assert main(["probe", *options]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert "2 prompts, 3 completions of 4 tokens" in first and any("predicted change" in line for line in rest)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["figures"]["samples"] == 6 and report["config"]["batch_config"]["G"] == 3
     assert report["figures"]["delta_h1_momentum"] != 0  # optimizer.pt beside the adapter was taken
-    follow = ["--set", f"follow=[{project / 'train.yaml'}]"]
+    follow = ["--set", "follow=[train.yaml]"]
     assert main(["probe", *options, *follow]) == 0
     other = json.loads((tmp_path / "report.json").read_text())["figures"]
     assert other["delta_h1_momentum"] == pytest.approx(report["figures"]["delta_h1_momentum"], rel=0.5)
@@ -88,7 +83,8 @@ def test_probe_writes_a_report_and_refuses_a_state_that_does_not_fit(project, tr
     other_shape["state"][0]["exp_avg"] = torch.ones(1)
     torch.save(other_shape, tmp_path / "state.pt")
     assert main(["probe", *options, "--optimizer-state", str(tmp_path / "state.pt")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"optimizer state: got '{tmp_path / 'state.pt'}'" in line
 
 
 def test_a_checkpoint_is_the_run_that_ended_there(project, trained, tmp_path):
@@ -108,7 +104,7 @@ def test_a_stage_that_runs_again_writes_the_same_bytes(project, trained, tmp_pat
     shutil.copytree(trained, output)
     for name in outs:
         shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink()
-    options = ("--method", "ste", "--set", "save_steps=2", "--resume", "auto")
+    options = ("--method", "ste", "--set", "save_steps=2", "--log_completions", "--resume", "auto")
     assert train(project, output, *options) == 0
     files = [p.relative_to(trained) for name in outs for p in (trained / name, *(trained / name).rglob("*"))]
     assert [str(file) for file in files if (trained / file).is_file() and
@@ -126,43 +122,39 @@ def test_a_run_of_the_optimised_engine_equals_the_legacy_one(project, tmp_path):
         assert (ours[column] - legacy[column]).abs().max() <= 1e-3
 
 
-def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, capsys):
-    arguments = ["evaluate", "--config", str(project / "train.yaml"), "--adapter", str(trained / "adapter"),
-                 "--output", str(tmp_path / "eval.json")]  # fmt: skip
-    assert main(arguments) == 0
+def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(project)
+    arguments = ["evaluate", "--config", "train.yaml", "--adapter", str(trained / "adapter")]
+    assert main([*arguments, "--output", str(tmp_path / "eval.json")]) == 0
     got, want = read_metrics(tmp_path / "eval.json"), read_metrics(trained / "metrics.json")
     assert got["val/reward_mean"] == pytest.approx(want["after/val/reward_mean"], rel=1e-5)  # six digits
-    shown = f"val/reward_mean {got['val/reward_mean']:.4g} ± {got['val/reward_stderr']:.2g} (n={got['val/reward_n']})"
-    assert shown in capsys.readouterr().out.splitlines()
-    assert main([*arguments, "--prompts", "4000"]) == 2
-    assert "--prompts: got 4000; allowed: at most 40" in capsys.readouterr().err
 
 
-def test_generate_completes_prompts(project, trained, capsys):
-    arguments = ["generate", "--backbone", str(project / "base"), "--adapter", str(trained / "adapter"),
-                 "--prompt", "The film was", "--max-new-tokens", "5", "--samples", "2"]  # fmt: skip
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
-    assert out.count("The film was|") == 2
-    assert main(arguments) == 0
-    assert capsys.readouterr().out == out, "the seed decides"
+def test_a_run_is_shown_with_its_history_and_completions(trained, capsys):
+    assert main(["show", str(trained), "--rows", "2"]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    history = pd.read_csv(trained / "history.csv").set_index("step")
+    lines = [line.split() for line in blocks[0].splitlines()[1:]]
+    assert [line[0] for line in lines] == ["0", "2", "3"]  # those with an evaluation
+    columns = ("train/reward", "train/kl", "val/reward_mean", "val/reward_stderr")
+    assert lines[2][1:] == [f"{history.loc[3, name]:.4g}" for name in columns]
+    assert [block.splitlines()[0] for block in blocks[1:]] == [
+        "completions, step 3: 2 of 4 completions", "eval, step 3: 2 of 16 completions"
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_every_option_with_its_meaning(command, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
-    assert stopped.value.code == 0
-    assert len(capsys.readouterr().out.splitlines()) > 5
-
-
-def test_train_help_lists_every_key_with_its_default(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    out = capsys.readouterr().out
-    for name, field in (TrainConfig.model_fields | TrainConfig.kind({"method": "ppo"}).model_fields).items():
-        assert name == "lora" or f"  {name} " in out and field.description in out, name
-    assert "lora.r (16): rank" in out
+@torch.no_grad()
+def test_the_adapter_loads_from_any_folder_and_merges_to_the_same_logits(project, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the run named its base "base", from its own folder
+    ids = AutoTokenizer.from_pretrained(project / "base")("The film was a delight.", return_tensors="pt").input_ids
+    base = AutoModelForCausalLM.from_pretrained(project / "base")
+    bare = base(ids).logits
+    want = PeftModel.from_pretrained(base, trained / "adapter")(ids).logits
+    assert (want - bare).norm() > 1e-3 * want.norm()
+    assert torch.equal(AutoPeftModelForCausalLM.from_pretrained(trained / "adapter")(ids).logits, want)
+    assert main(["merge", str(trained), "out"]) == 0
+    got = AutoModelForCausalLM.from_pretrained("out")(ids).logits
+    assert (got - want).norm() <= 1e-5 * want.norm()  # the requirement; float32 sums in another order
 
 
 def test_tensorboard_gets_the_history_when_asked(project, tmp_path):

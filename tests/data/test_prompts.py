@@ -49,14 +49,6 @@ def test_every_source_gives_the_same_rows(tmp_path):
         assert list(load_prompts(str(source))) == ROWS, name
 
 
-def test_files_are_not_written_to_a_cache(tmp_path, monkeypatch):
-    made = sources(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for source in made.values():
-        assert load_prompts(source).cache_files == [] or source == made["saved"]
-    assert not (tmp_path / "cache").exists()
-
-
 def test_columns_keep_what_a_row_holds(tmp_path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]
     rows = [

@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import perturb_adapter
 from datasets import Dataset
-from models.test_prompts import abc_tokenizer
 
 from grade.data import texts as module
 from grade.data.texts import read_texts, sample_texts, score_texts
@@ -85,12 +84,6 @@ def test_whole_texts_are_cut_into_windows(task):
     assert len(read_texts([{"text": t} for t in texts], tokenizer, P, T, limit=9)) == 9
     accents = read_texts([{"text": "é ü ß " * 60}], tokenizer, 3, 2)  # letters are cut in two
     assert encode_examples(tokenizer, accents, 3).ids.shape == (len(accents), 3)
-
-
-def test_a_windows_prompt_has_room_for_what_the_tokenizer_puts_first():
-    tokenizer = abc_tokenizer("<s> $A")
-    rows = read_texts([{"text": "a b c " * 20}], tokenizer, 4, 2)
-    assert len(rows) == 12 and encode_examples(tokenizer, rows, 4).ids.shape == (12, 4)
 
 
 def test_sampled_texts_are_completions_of_the_policy_and_of_the_reference_within(task):

@@ -8,7 +8,6 @@ import torch
 from conftest import make_backbone, make_prompts, tiny_config
 
 from grade.entropy.probe import EntropyProbe, ProbeConfig
-from grade.entropy.run import ProbeRunConfig, make_optimizer
 from grade.entropy.samples import scores_at
 from grade.errors import InputError
 from grade.experiments.enumeration import exact_change
@@ -52,25 +51,6 @@ def prompts(n=8):
 def reward(prompts, ids, mask):
     """The share of ones."""
     return ((ids == 1) * mask).sum(1) / mask.sum(1)
-
-
-def cut(state, file):
-    torch.save(state, file)
-    file.write_bytes(file.read_bytes()[:-40])
-
-
-@pytest.mark.parametrize(
-    "write",
-    [cut, lambda state, file: file.write_bytes(b"no state"), lambda state, file: torch.save({"state": {}}, file),
-     lambda state, file: torch.save(state | {"param_groups": 2 * state["param_groups"]}, file)],
-)  # fmt: skip
-def test_a_damaged_optimizer_state_is_one_line_with_the_files_name(write, tmp_path):
-    state, policy, config = a_probe().optimizer.state_dict(), a_policy(), ProbeRunConfig(learning_rate=0.5)
-    torch.save(state, tmp_path / "optimizer.pt")
-    assert make_optimizer(config, policy, tmp_path / "optimizer.pt").param_groups[0]["lr"] == 0.5
-    write(state, tmp_path / "damaged.pt")
-    with pytest.raises(InputError, match=r"^optimizer state: got '\S+/damaged.pt'; allowed: AdamW's .*Error\)$"):
-        make_optimizer(config, policy, tmp_path / "damaged.pt")
 
 
 def test_policy_optimizer_and_random_state_are_as_before_and_two_runs_are_equal():
@@ -155,20 +135,6 @@ def test_what_is_sampled_anew_has_the_noise_of_what_was_sampled_before_the_step(
     assert f["resampled"] == 1 and abs(f["delta_h"]) < 1e-8 and abs(f["delta_h_per_token"]) < 1e-8
 
 
-def test_a_failure_within_a_gradient_leaves_no_gradient_and_the_random_state():
-    probe, random = a_probe(), torch.get_rng_state()
-
-    def gradient(batch, generator):
-        for p in trained_parameters(probe.policy):
-            p.grad = torch.rand(p.shape)
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        probe.run(prompts(), gradient=gradient)
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(p.grad is None for p in probe.policy.parameters())
-
-
 def test_a_sweep_is_the_probe_at_other_learning_rates():
     report = a_probe(probe_config={"multiples": [0.5, 1.0, 2.0]}).run(prompts(), reward)
     assert [row["multiple"] for row in report.sweep] == [0.5, 1.0, 2.0]
@@ -209,15 +175,6 @@ def test_any_loss_can_be_the_update():
     assert torch.equal(seen[0], prompts().ids[4:])
     assert report.figures["delta_h1"] == pytest.approx(expected.figures["delta_h1"], rel=1e-4)
     assert all(p.grad is None for p in probe.policy.parameters())
-    for both in ({}, {"reward": reward, "gradient": gradient}):
-        with pytest.raises(ValueError, match="one of them"):
-            probe.run(prompts(), **both)
-
-
-def test_rewards_that_are_all_the_same_are_said_to_be():
-    constant = a_probe().run(prompts(), lambda p, ids, mask: torch.ones(len(ids)))
-    assert any("same reward" in text for text in constant.warnings)
-    assert any("no forward derivative" in text for text in constant.notes)
 
 
 def test_too_few_prompts_and_rewards_that_are_not_finite_are_refused():

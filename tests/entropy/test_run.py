@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from grade.config_files import load_config
 from grade.entropy.run import ProbeRunConfig, probe_adapter
 from grade.entropy.samples import Samples
 from grade.errors import InputError
@@ -58,12 +57,3 @@ def test_only_the_first_number_counts_and_only_if_it_is_the_answer(base, monkeyp
 @pytest.mark.skipif(not importlib.util.find_spec("reasoning_gym"), reason="needs the extra arithmetic")
 def test_the_real_verifier(base):
     assert 0 <= probe(base).figures["reward_mean"] <= 1
-
-
-def test_the_command_reads_the_probes_section_of_the_experiments_parameters(tmp_path):
-    file = tmp_path / "probe.yaml"
-    file.write_text("model: tiny\nprobe:\n  batch_config: {B: 4}\n  learning_rate: 2.0e-3\n")
-    config = load_config(ProbeRunConfig, [file], ["batch_config.G=3"], section="probe")
-    assert (config.batch_config.B, config.batch_config.G, config.learning_rate) == (4, 3, 2e-3)
-    with pytest.raises(InputError, match="model"):
-        load_config(ProbeRunConfig, [file])

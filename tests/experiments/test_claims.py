@@ -1,14 +1,10 @@
-"""The claims table: what it refuses, what it writes."""
+"""The claims table: what is written and joined."""
 
 from __future__ import annotations
 
 import csv
-import math
-
-import pytest
 
 from grade.cli.main import main
-from grade.errors import InputError
 from grade.experiments.claims import COLUMNS, Claim, read_claims, to_markdown, verdict_counts, write_claims
 
 ROW = Claim(seed="000", claim="4 GB of a|b", stated="4 GB", found=8.192, unit="MB", how="derived", verdict="refuted",
@@ -17,12 +13,6 @@ ROW = Claim(seed="000", claim="4 GB of a|b", stated="4 GB", found=8.192, unit="M
 
 def row(**changes):
     return Claim.parse(ROW.model_dump() | changes)
-
-
-@pytest.mark.parametrize(("field", "value"), [("verdict", "Confirmed"), ("found", math.nan), ("seed", "")])
-def test_a_wrong_row_is_refused(field, value):
-    with pytest.raises(InputError, match=f"^{field}.*: got {value!r}"):
-        row(**{field: value})
 
 
 def test_the_csv_reads_back(tmp_path):
@@ -35,21 +25,8 @@ def test_the_csv_reads_back(tmp_path):
     assert [row["found"] for row in rows] == ["8.192", "147456", "none"]
 
 
-def test_markdown_has_one_line_a_row_and_escapes_bars():
-    assert to_markdown([]).count("\n") == 2  # a profile without verdicts
-    lines = to_markdown([ROW, ROW]).splitlines()
-    assert len(lines) == 4
-    assert lines[2] == r"| 000 | 4 GB of a\|b | 4 GB | 8.192 MB | derived | refuted | 1*64*32000*4 bytes |"
-
-
-@pytest.fixture
-def results(tmp_path):
-    """A folder of results."""
-    return tmp_path / "outputs"
-
-
-def test_claims_of_several_documents_are_joined_in_order(results, capsys):
-    later = row(seed="004", claim="b, c", verdict="partly")
+def test_claims_of_several_documents_are_joined_in_order(tmp_path, capsys):
+    results, later = tmp_path / "outputs", row(seed="004", claim="b, c", verdict="partly")
     write_claims(results / "a" / "claims.csv", [later])
     write_claims(results / "b" / "claims.csv", [ROW, ROW])
     write_claims(results / "larger" / "claims.csv", [ROW])  # another folder of results, which has its own page

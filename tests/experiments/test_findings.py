@@ -1,16 +1,17 @@
-"""What a notebook leaves: its folder, figures of few colours, verdicts that are what the row says."""
+"""What a notebook leaves: its folder, colours of methods, verdicts that are what the row says."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import PIL.Image
 import pytest
 from imports import ROOT
 
 from grade.errors import InputError
 from grade.experiments import findings
 from grade.experiments.claims import read_claims
-from grade.experiments.findings import MOST_COLORS, kept_table, output_folder, save_figure, save_verdicts
+from grade.experiments.findings import kept_table, output_folder, save_verdicts
+from grade.experiments.plotting import color, marker
+from grade.gradients.methods import POLICY_GRADIENTS
+from grade.plugins import ESTIMATORS
 
 ROW = ("weights halve", "50%", 49.5, "%", "traced", True, "of float32")
 
@@ -26,16 +27,6 @@ def test_a_relative_folder_is_the_projects_wherever_the_notebook_runs(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert output_folder("outputs") == ROOT / "outputs"
     assert output_folder(tmp_path / "new/one").is_dir()
-
-
-def test_a_figure_is_written_with_few_colours_and_closed(tmp_path):
-    figure, ax = plt.subplots()
-    ax.imshow(np.random.default_rng(0).random((50, 50, 3)))
-    image = save_figure(figure, tmp_path / "figures/noise.png")
-    with PIL.Image.open(tmp_path / "figures/noise.png") as picture:
-        assert len(picture.convert("RGB").getcolors()) <= MOST_COLORS
-    assert image.data == (tmp_path / "figures/noise.png").read_bytes()
-    assert not plt.fignum_exists(figure.number)
 
 
 def test_a_kept_table_is_made_once_for_its_settings_and_comes_back_bit_by_bit(tmp_path):
@@ -71,3 +62,12 @@ def test_verdicts_are_written_in_order_and_shown(tmp_path, shown):
 def test_a_wrong_row_is_refused(tmp_path, index, value):
     with pytest.raises(InputError, match=f"weights halve: .*got {value!r}"):
         save_verdicts("001", [(*ROW[:index], value, *ROW[index + 1 :])], tmp_path)
+
+
+def test_every_method_has_a_colour_and_a_mark_of_its_own():
+    variants = ["ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk"]
+    methods = [*ESTIMATORS, *POLICY_GRADIENTS, *variants]
+    assert len({color(name) for name in methods}) == len(methods)
+    # In print, where colours fade, no two of one figure look alike: marks differ within a family of methods.
+    for family in (("ste", "gumbel", "gumbel_rao", "reinmax", "st"), POLICY_GRADIENTS):
+        assert len({marker(name) for name in family}) == len(family)

@@ -26,22 +26,3 @@ def test_a_setting_that_a_method_does_not_have_is_refused_and_left_out_of_a_shar
     kept = MethodConfig.values_for(method, OWN | {"max_completion_length": 7, "unknown": 1})
     known = {name for name in OWN if HAVING[name](method)}
     assert kept.keys() == known | {"method", "max_completion_length", "unknown"}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [({"method": "stee"}, "method: got 'stee'; allowed: .*did you mean 'ste'"),
-     ({"method": "grpo", "epsilonn": 1}, "epsilonn: got 'epsilonn'; allowed: a known key .did you mean 'epsilon'"),
-     ({"method": "grpo", "epsilon": "a"}, "epsilon: got 'a'; allowed: a valid number"),
-     ({"method": "grpo", "num_generations": 1}, "num_generations: got 1; allowed: greater than or equal to 2"),
-     ({"min_completion_length": 9, "max_completion_length": 8}, "min_completion_length: got 9; allowed: at most")],
-)  # fmt: skip
-def test_bad_values_are_one_line(values, message):
-    with pytest.raises(InputError, match=message):
-        MethodConfig(**values)
-
-
-def test_a_config_can_be_made_again_with_other_values():
-    config = MethodConfig(method="auto", num_generations=4)
-    changed = config.replace(method="grpo", epsilon=0.1)
-    assert (changed.method, changed.num_generations, changed.epsilon, config.method) == ("grpo", 4, 0.1, "auto")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import ToyReward, flat_grad, gradient, make_backbone, tiny_gpt2
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from grade.experiments.enumeration import every_completion
 from grade.gradients import losses
@@ -16,11 +15,10 @@ from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.models.batch import Completions
-from grade.models.head import CHUNK_ROWS, self_certainty
+from grade.models.head import CHUNK_ROWS
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden, sequence_kl, token_kl
-from grade.rewards.certainty import CertaintyReward
 
 BETA, T = 0.3, 2
 
@@ -154,18 +152,6 @@ def test_one_pass_and_scoring_first_give_one_gradient():
     torch.testing.assert_close(found[2], found[0])
 
 
-def test_kl_without_a_weight_costs_no_product_for_its_gradient():
-    backbone, flops = policy(vocab=11), []
-    own = learner(backbone, "rloo")
-    completions = own.sample(prompt().repeat(4), torch.Generator().manual_seed(0))
-    for beta in (BETA, 0.0):
-        with FlopCounterMode(display=False) as counter:
-            own.accumulate(completions, Objective(Reward(16), beta))
-        flops.append(counter.get_total_flops())
-    rows, width = completions.ids.numel(), backbone.hidden_size
-    assert flops[0] - flops[1] == 2 * rows * width * backbone.vocab_size
-
-
 def test_later_passes_clip_and_the_value_head_learns_alone():
     backbone = policy(vocab=7)
     own = learner(backbone, "ppo", max_completion_length=5, passes_per_step=6)
@@ -204,16 +190,6 @@ def test_whitening_keeps_the_balance_of_reward_and_kl(monkeypatch):
     torch.testing.assert_close(found[True], factor * (found[False] - shift))
 
 
-def test_self_certainty_as_the_reward():
-    backbone = policy(vocab=7)
-    own = learner(backbone, "grpo", max_completion_length=5)
-    batch = sampled(backbone, own, 2)
-    (step,) = own.step([batch], Objective(CertaintyReward(), BETA), StepContext(1, lambda: None))
-    want = self_certainty(backbone.head, predicting_hidden(backbone, batch.prompts, batch.ids).flatten(0, 1))
-    want = want.view(batch.mask.shape) * batch.mask
-    torch.testing.assert_close(step.reward, (want.sum(1) / batch.mask.sum(1)).detach())
-
-
 def test_the_running_baseline_is_of_earlier_steps_only():
     backbone = policy()
     own = learner(backbone, "reinforce")
@@ -226,6 +202,21 @@ def test_the_running_baseline_is_of_earlier_steps_only():
     logps = completion_logps(backbone, *(lambda c: (c.prompts, c.ids, c.mask))(sampled(backbone, own)))
     shift = flat_grad(own.means[0] * logps.sum(1).mean(), backbone)
     torch.testing.assert_close(found[1] - found[0], shift)
+
+
+@pytest.mark.parametrize("method", ["rloo", "ppo"])
+def test_what_stands_where_a_mask_is_0_changes_nothing(method):
+    backbone, found = policy(vocab=7), []
+    batch = sampled(backbone, learner(backbone, method, max_completion_length=5))
+    assert (batch.mask == 0).any()
+    for filler, width in ((0, 0), (5, 2)):
+        left, own = torch.full((len(batch.ids), width), filler), learner(backbone, method, max_completion_length=5)
+        ids, mask = torch.cat([left, batch.prompts.ids], 1), torch.cat([0 * left, batch.prompts.mask], 1)
+        padded = Completions(PromptBatch(ids, mask), torch.where(batch.mask > 0, batch.ids, filler), batch.mask)
+        backbone.zero_grad(set_to_none=True)
+        own.step([padded], objective(), StepContext(1, lambda: None))
+        found.append(gradient(backbone))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("method", ["rloo", "ppo"])

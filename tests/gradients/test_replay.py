@@ -287,8 +287,3 @@ def test_noise_given_the_tokens_has_the_law_of_sampled_noise(backbone, estimator
     (a, b), zero = (statistics(r) for r in (own, again)), 1e-12
     stderr = ((a.var(0) + b.var(0)) / n).sqrt()
     assert ((a.mean(0) - b.mean(0)).abs() <= 4.5 * stderr + zero).all()  # up to 156 comparisons: 4.5
-
-
-def test_only_the_replay_engine_has_the_new_estimators(backbone, prompts, reward):
-    with pytest.raises(InputError, match="estimator: got 'reinmax'; allowed: .*gumbel or ste"):
-        unrolled(backbone, prompts, Objective(reward), config(estimator="reinmax"), torch.Generator())

@@ -4,12 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
+from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_gpt2
 from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, gradient, learner, policy
-from models.test_all_action import HEADS, make_head, randn
-from transformers import AutoModelForCausalLM
+from models.test_head import HEADS, make_head, randn
 
-from grade.errors import InputError
 from grade.gradients.learner import StepContext
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
@@ -207,36 +205,3 @@ def test_a_teacher_on_the_same_base_has_its_own_token_bias_and_not_the_policys(b
         torch.testing.assert_close(found, want)
         grads = [flat_grad(value.sum(), backbone) for value in (found, want)]
         torch.testing.assert_close(*grads)
-
-
-def test_the_base_is_a_teacher():
-    backbone = make_backbone()
-    prompts, ids = make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
-    with backbone.reference():
-        want = predicting_hidden(backbone, prompts, ids)
-    torch.testing.assert_close(make_teacher("base", backbone).hidden(prompts, ids), want.detach())
-
-
-@pytest.mark.parametrize("of", [lambda backbone: backbone.model, lambda backbone: backbone.peft, lambda _: 3])
-def test_what_is_no_model_of_its_own_is_refused(of):
-    backbone = make_backbone()
-    with pytest.raises(InputError, match="teacher: got .*; allowed: a name, a PreTrainedModel of its own, or 'base'"):
-        make_teacher(of(backbone), backbone)
-
-
-def test_a_text_beyond_the_teachers_context_is_refused():
-    backbone, short = make_backbone(), make_backbone(tiny_config(max_position_embeddings=8))
-    teacher = make_teacher(short.peft.unload(), backbone)
-    teacher.hidden(make_prompts(3, 5), torch.ones(3, 4, dtype=torch.long))
-    with pytest.raises(InputError, match="teacher: got 'a text of 9 tokens'; allowed: at most 8, the teacher"):
-        teacher.hidden(make_prompts(3, 5), torch.ones(3, 5, dtype=torch.long))
-
-
-def test_a_model_of_another_type_and_of_another_width_is_one(tmp_path):
-    backbone = make_backbone(dtype=torch.float32)
-    wide = AutoModelForCausalLM.from_config(type(backbone.model.config)(**backbone.model.config.to_dict() | {
-        "hidden_size": 32, "vocab_size": backbone.vocab_size + 9}), dtype=torch.bfloat16)  # fmt: skip
-    teacher = make_teacher(wide, backbone)
-    prompts, ids = make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
-    each = teacher.divergence(predicting_hidden(backbone, prompts, ids), teacher.hidden(prompts, ids), ids * 0 + 1)
-    assert each.shape == (3, 2) and each.dtype == torch.float32 and (each > 0).all()

@@ -1,4 +1,4 @@
-"""Steps of methods: their phases, what they cost beside, and what their settings may be; peaks are in test_trace.py."""
+"""Steps of methods: their phases, what they cost beside, and steps that run beside their traces; see test_trace.py."""
 
 import inspect
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from grade import GradeConfig
-from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.replay import replay
+from grade.memory.compare import compare, standard_steps
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import trace
@@ -33,27 +33,17 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
     assert not torch.equal(before, head.linear.weight)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(method="grpo", batch_size=6, num_generations=4), "batch_size: got 6; allowed: a multiple of 4 comp"),
-        (dict(method="grpo", hops=3), "hops: got .hops.; allowed: a setting of this method: only gumbel"),
-        (dict(method="grpo", engine="replay"), "engine: got 'replay'; allowed: auto for grpo"),
-        (dict(method="grpo", explicit_freeing=True), "explicit_freeing: got True; allowed: false"),
-        (dict(engine="checkpointed", gradient_checkpointing=True), "gradient_checkpointing: got True; allowed: false"),
-        (dict(max_new_tokens=4096), r"prompt_tokens \+ max_new_tokens: got 4100; allowed: at most 2048"),
-        (dict(model="nowhere"), "model: got 'nowhere'; allowed: qwen.*, a Hugging Face id, or a folder with config"),
-        (dict(batch_size=0), "batch_size: got 0"),
-    ],
-    ids=str,
-)
-def test_a_step_that_cannot_be_is_refused_in_one_line(values, message):
-    with pytest.raises(InputError, match=message):
-        trace(StepConfig.parse(STEP | values))
-
-
 def test_a_step_has_the_defaults_of_training_and_of_the_engine():
     """Two hops, and the document's support of 256 tokens."""
     step, run, engine = StepConfig(), GradeConfig(method="ste"), inspect.signature(replay).parameters["hops"]
     assert step.hops == run.hops == engine.default == 2
     assert step.gumbel_topk == run.gumbel_topk == RelaxationConfig().gumbel_topk == 256
+
+
+def test_a_row_has_the_traced_peak_and_that_of_the_step_that_ran():
+    steps = standard_steps("cpu")
+    assert len(steps) == 13 and len(standard_steps("cuda")) == 17
+    (row,) = compare(steps[8:9])
+    assert (row["name"], row["config"]["method"]) == (steps[8].headline, "gumbel_legacy")
+    assert 0 < row["fixed_bytes"] < row["traced_peak_bytes"]
+    assert row["measured_peak_bytes"] == pytest.approx(row["traced_peak_bytes"], rel=0.01) and row["seconds"] > 0

@@ -1,10 +1,9 @@
-"""Tables of traces by hand, and that pictures show what the tables say."""
+"""Tables of traces by hand, and bars that are what the tables say."""
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 
-from grade.memory.plots import categories_figure, timelines_figure
+from grade.memory.plots import categories_figure
 from grade.memory.records import CATEGORIES
 from grade.memory.settings import StepConfig
 from grade.memory.tables import MOST_POINTS, categories_table, timelines_table
@@ -22,11 +21,6 @@ def made(timeline=(), layers=2, **peak):
 def closed():
     yield
     plt.close("all")
-
-
-def test_the_timeline_of_an_extrapolated_trace_is_refused():
-    with pytest.raises(ValueError, match="'deep' is extrapolated from 2"):
-        timelines_table({"deep": made([("forward", 1)], layers=5)})
 
 
 def test_a_timeline_of_all_layers_reaches_the_peak():
@@ -53,13 +47,3 @@ def test_bars_are_the_bytes_of_the_categories_in_order():
     assert widths["weights"] == [3, 1] and widths["logits"] == [1, 0]
     assert all(name.startswith("_") for name in widths.keys() - {"weights", "logits"})  # too small for the legend
     assert [text.get_text() for text in ax.texts] == ["4.00", "1.00", "2 GiB "]
-
-
-def test_a_timeline_has_one_panel_a_trace_and_one_line_a_phase():
-    traces = {"a": made([("forward", GIB), ("backward", 2 * GIB)]), "b": made([("forward", 3 * GIB)])}
-    left, right = timelines_figure(timelines_table(traces), ("A", "B")).axes
-    assert [line.get_label() for line in left.get_lines()] == ["forward", "backward"]
-    forward, backward = (line.get_ydata() for line in left.get_lines())
-    np.testing.assert_array_equal([forward, backward], [[1, np.nan], [np.nan, 2]])
-    assert right.get_lines()[0].get_ydata().tolist() == [3]
-    assert left.get_ylim() == right.get_ylim()

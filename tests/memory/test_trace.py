@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from grade.experiments.traced import saved_bytes
 from grade.memory import meta
@@ -35,30 +35,17 @@ CASES = [
     {"gradient_checkpointing": True, "attention": "eager"},
     {"engine": "checkpointed"},
     {"method": "ste_legacy", "gumbel_topk": 0},
-    {
-        "method": "gumbel_legacy",
-        "reward": "trunk",
-        "gradient_checkpointing": True,
-        "explicit_freeing": True,
-        "autocast": True,
-    },
-    {"dtype": "bfloat16"},
+    {"method": "gumbel_legacy", "reward": "trunk", "explicit_freeing": True},
     {"adapter": "full", "base_copies": 3},
     {"train_bias": True},
 ]
 METHODS = [
-    dict(method="reinforce", batch_size=3),
-    dict(method="rloo", num_generations=3, reward="trunk"),
+    dict(method="rloo", num_generations=3, reward="trunk", autocast=True),
     dict(method="remax", batch_size=4, num_generations=2, attention="eager"),
-    dict(method="remax", batch_size=2, reward="trunk", autocast=True),
     dict(method="grpo", gradient_checkpointing=True),
-    dict(method="grpo", adapter="full", base_copies=2),
     dict(method="ppo", batch_size=4, reward="trunk"),
     dict(method="ppo", batch_size=2, dtype="bfloat16", gradient_checkpointing=True),
-    dict(method="ppo", batch_size=2, autocast=True),
     dict(method="st", batch_size=3),
-    dict(method="rloo", num_generations=3, train_bias=True),
-    dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
 ]
 STEP = dict(prompt_tokens=4, max_new_tokens=6, dtype="float32")
 
@@ -83,10 +70,8 @@ def test_a_trained_token_bias_is_counted_with_its_gradient_and_adamws_two_moment
         assert more == pytest.approx(times * bytes_of_bias, abs=512), category  # a step count is rounded to 512
 
 
-UNLIKE = [  # two dense layers first; attention in every second layer, as transformers computes; in every fourth
+UNLIKE = [  # two dense layers first; attention in every fourth layer
     (Qwen3MoeConfig, dict(num_hidden_layers=9, mlp_only_layers=[0, 1], num_experts=8, moe_intermediate_size=32), 5),
-    (BambaConfig, dict(num_hidden_layers=10, attn_layer_indices=[1, 3, 5, 7, 9], mamba_n_heads=4, mamba_d_head=32,
-                       mamba_d_state=8, eos_token_id=2), 6),
     (Qwen3_5TextConfig, dict(num_hidden_layers=20, linear_num_key_heads=2, linear_num_value_heads=4), 12),
 ]  # fmt: skip
 
@@ -182,7 +167,7 @@ FEW_PASSES = [
     dict(method="remax", batch_size=2),
     dict(method="ppo", batch_size=2),
     dict(method="ste_legacy", max_new_tokens=3, gumbel_topk=8),
-    *(dict(max_new_tokens=tokens, gumbel_topk=8) for tokens in (1, 2, 5, 6)),
+    *(dict(max_new_tokens=tokens, gumbel_topk=8) for tokens in (1, 6)),
 ]
 
 

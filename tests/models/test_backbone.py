@@ -3,16 +3,12 @@
 import pytest
 import torch
 from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2, word_tokenizer
-from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
     CohereConfig,
     FalconConfig,
     Gemma2Config,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
@@ -35,6 +31,10 @@ COMMON = dict(
     vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3,
 )  # fmt: skip
+OPT = dict(
+    vocab_size=VOCAB, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, word_embed_proj_dim=16, init_std=0.3, eos_token_id=2,
+)  # fmt: skip
 GROUPED = dict(COMMON, num_key_value_heads=2, head_dim=8)
 FAMILIES = {
     "llama, tied": (tiny_config(), None),
@@ -42,8 +42,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config(**GROUPED), None),
     "gpt2: absolute positions": (tiny_gpt2(), ["c_attn"]),
     "opt: offset positions": (
-        OPTConfig(vocab_size=VOCAB, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=4,
-                  max_position_embeddings=64, word_embed_proj_dim=16, init_std=0.3, eos_token_id=2), None),
+        OPTConfig(**OPT), None),
     "gpt-neox": (GPTNeoXConfig(**COMMON), ["query_key_value"]),
     "phi: head bias": (PhiConfig(**COMMON), ["q_proj", "v_proj"]),
     "cohere: logit scale": (CohereConfig(**dict(COMMON, logit_scale=0.3)), None),
@@ -84,9 +83,10 @@ def test_replay_equals_the_unrolled_graph(family):
     tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5), GPTNeoXConfig(**COMMON, hidden_dropout=0.5, attention_dropout=0.5),
     MixtralConfig(**GROUPED, num_local_experts=4, router_jitter_noise=0.5, attention_dropout=0.5),
     FalconConfig(**COMMON, hidden_dropout=0.5, attention_dropout=0.5),  # whose layers read the configuration's rates
+    OPTConfig(**OPT | dict(layerdrop=0.9, dropout=0.5, attention_dropout=0.5)),  # whose decoder drops layers
 ], ids=lambda config: config.model_type)  # fmt: skip
 def test_a_base_that_was_put_into_training_mode_has_neither_dropout_nor_a_routers_noise(config):
-    backbone = make_backbone(config)
+    backbone = make_backbone(config, **{"target_modules": ["q_proj"]} if config.model_type == "opt" else {})
     embeds, mask = torch.randn(2, 6, backbone.hidden_size, dtype=backbone.dtype), torch.ones(2, 6, dtype=torch.long)
     want = backbone.hidden(embeds, mask)
     for checkpointed in (False, True):
@@ -133,13 +133,7 @@ def test_nothing_pickled_and_no_code_of_a_model_is_loaded(saved, change, message
         Backbone.load(saved)
 
 
-def test_models_that_are_not_causal_decoders_are_refused():
-    bert = BertConfig(**{k: v for k, v in COMMON.items() if k != "initializer_range"}, is_decoder=False)
-    with pytest.raises(InputError, match="BertLMHeadModel"):
-        Backbone(AutoModelForCausalLM.from_config(bert))
-
-
-def test_a_context_is_that_of_the_text_and_ends_where_longrope_turns_positions_anew():
+def test_a_context_ends_where_longrope_turns_positions_anew():
     factors = dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
     rope = dict(rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, **factors)
     policy = Backbone(AutoModelForCausalLM.from_config(Qwen3Config(**GROUPED, rope_parameters=rope)), None)
@@ -147,34 +141,3 @@ def test_a_context_is_that_of_the_text_and_ends_where_longrope_turns_positions_a
     generate(policy, make_prompts(2, 10), 6, torch.Generator().manual_seed(0))
     with pytest.raises(InputError, match="tokens of a prompt and its completion: got 17; allowed: at most 16"):
         generate(policy, make_prompts(2, 10), 7, torch.Generator().manual_seed(0))
-    text, vision = dict(GROUPED, query_pre_attn_scalar=8), dict(num_hidden_layers=1, hidden_size=8, intermediate_size=8)
-    both = Gemma3Config(text_config=text, vision_config=vision | dict(num_attention_heads=1), mm_tokens_per_image=16)
-    model = Gemma3ForConditionalGeneration(both)
-    assert Backbone(model, None).max_positions == 64
-
-
-def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    tuned.save_pretrained(tmp_path / "prompt")
-    with pytest.raises(InputError, match="allowed: LORA"):
-        Backbone.load(saved, adapter=tmp_path / "prompt")
-    with pytest.raises(InputError, match="a folder with adapter_config.json"):
-        Backbone.load(saved, adapter=tmp_path / "missing")
-    wide = make_backbone(tiny_config(hidden_size=32), torch.float32)
-    wide.save_adapter(tmp_path / "wide")
-    with pytest.raises(InputError, match="trained on a base with other weights"):
-        Backbone.load(saved, adapter=tmp_path / "wide")
-
-
-@pytest.mark.parametrize(
-    "name, hint",
-    [("models/backbone", "run `dvc repro backbone`"), ("models/bakbone", "did you mean 'models/backbone'?"),
-     ("my_modle", "did you mean 'my_model'?"), ("/a/b", ""), ("a/b/c", ""), ("qwen3-4b", ""), ("", ""), ("a\0b", "")],
-)  # fmt: skip
-def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, hint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_model").mkdir()
-    with pytest.raises(InputError, match="no folder .*; a hub id is owner/name") as caught:
-        Backbone.load(name)
-    assert hint in str(caught.value)

@@ -1,7 +1,5 @@
 """Prompts: what is kept of a text or a row, and padding and masks of a batch."""
 
-import warnings
-
 import pytest
 import torch
 from conftest import word_tokenizer
@@ -12,7 +10,6 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from grade.errors import InputError
-from grade.models import prompts as module
 from grade.models.prompts import check_prompts, encode_examples, encode_prompts
 
 UNK, BOS, EOS, PAD, A, B, C = range(7)
@@ -66,12 +63,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<s>{% endif %}{% if not shout is defined %}{% set shout = false %}{% endif %}"
     "{% if shout %}{% generation %}c{% endgeneration %}{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    """A process that has not warned yet."""
-    module._warn_of_raw_text.cache_clear()
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -150,21 +141,6 @@ def test_parts_of_a_message_are_text(template, want):
         assert rows[0] == rows[1] and rows[2] == rows[3]
 
 
-def test_plain_text_into_a_chat_model_warns_once():
-    def caught(**options):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            encode_examples(chat_tokenizer(), [{"prompt": "a"}], **options)
-            check_prompts(chat_tokenizer(), [{"prompt": "a"}], **options)
-        return found
-
-    assert caught(warn_raw=False) == []
-    (warning,) = caught()
-    assert "plain text" in str(warning.message) and "chat template" in str(warning.message)
-    assert warning.filename == __file__
-    assert caught() == []
-
-
 USER = {"role": "user", "content": "a"}
 CHAT = [USER]
 BAD = {
@@ -190,21 +166,6 @@ def test_a_bad_row_is_named(first, row, message):
         encode_examples(chat_tokenizer(), rows, 4, first_row=6, warn_raw=False)
     with pytest.raises(InputError, match=message):
         check_prompts(chat_tokenizer(), [rows[0]] * 7 + rows[1:], 4, batch_size=8, warn_raw=False)
-
-
-def test_a_template_that_says_nothing_or_does_not_read_an_option_is_refused():
-    rows = [{"prompt": CHAT}]
-    with pytest.raises(InputError, match="prompt in row 0: .*at least one token"):
-        encode_examples(abc_tokenizer(), rows, chat_template_kwargs={"chat_template": " "})
-    with pytest.raises(InputError, match="chat_template_kwargs: got 'whisper'; allowed: names that the chat template"):
-        encode_examples(chat_tokenizer(), rows, chat_template_kwargs={"whisper": True})
-    check_prompts(chat_tokenizer(), [{"prompt": "a", "tools": [{"name": "f"}]}], warn_raw=False)  # text: no template
-
-
-def test_a_call_of_a_tool_needs_no_content():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    batch = encode_examples(chat_tokenizer(), [{"prompt": [USER, call, USER]}])
-    assert batch.ids.tolist() == [[BOS, A, EOS, BOS, EOS, BOS, A, EOS, BOS]]
 
 
 def test_a_whole_dataset_is_checked_and_its_longest_prompt_is_known():

@@ -6,9 +6,8 @@ import pytest
 import torch
 from conftest import EOS, ToyReward, gradient, make_prompts, perturb_adapter, tiny_config
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.learner import StepContext
@@ -21,9 +20,6 @@ from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.parameters import flatten
-from grade.training.config import GradeConfig
-from grade.training.loop import GradeTrainer
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -94,44 +90,6 @@ def test_samples_and_gradients_are_those_of_the_dequantised_base(folder, setting
     assert torch.equal(ids, expected_ids) and torch.isin(ids, torch.tensor(EOS)).any()
     assert want.norm() > 1e-4
     assert (got - want).norm() <= 1e-4 * want.norm()
-
-
-def trained(model, output, bf16, checkpoint=None, **options):
-    """The policy of a user's script, as on TRL's front page, with a quantised base."""
-    config = GradeConfig(
-        str(output), method="rloo", max_steps=2, max_completion_length=4, num_generations=2, bf16=bf16,
-        per_device_train_batch_size=4, save_steps=1, use_cpu=True, raw_prompts=True, **options,
-    )  # fmt: skip
-
-    def length(completions, **_):
-        return [float(len(text)) for text in completions]
-
-    rows = [{"prompt": "The film was"}, {"prompt": "Her new drama"}]
-    trainer = GradeTrainer(model, length, config, rows)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model()
-    return trainer.backbone
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS[1:], ids=str)
-def test_a_run_has_the_same_bits_by_name_by_object_from_a_folder_and_continued(base, tmp_path, settings, bf16):
-    quantised(base, settings).save_pretrained(tmp_path / "stored")
-    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "stored")
-    by_name = dict(model_init_kwargs={"quantization_config": BitsAndBytesConfig(**settings)})
-    run = tmp_path / "run"
-    policies = [
-        trained(str(base), run, bf16, **by_name),
-        trained(str(base), run, bf16, run / "checkpoint-1", **by_name),
-        trained(quantised(base, settings), tmp_path / "object", bf16),
-        trained(str(tmp_path / "stored"), tmp_path / "folder", bf16),
-        Backbone.load(base, adapter=run, quantization_config=settings),
-    ]
-    expected, *others = [flatten(policy.trainable_parameters()) for policy in policies]
-    assert all(torch.equal(expected, other) for other in others)
-    assert any(".lora_B." in name and p.any() for name, p in policies[0].model.named_parameters())
-    with pytest.raises(InputError, match="a base with other weights"):
-        Backbone.load(base, adapter=run)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import EOS, VOCAB, make_prompts
+from conftest import EOS, VOCAB, generator, make_backbone, make_prompts
 from torch.nn import functional as F
 
 from grade.errors import InputError
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.rollout import sample
 from grade.models.noise import gumbel_noise
 from grade.models.sampling import generate, skinny_products
 from grade.models.scoring import completion_logps, predicting_hidden
@@ -72,23 +74,6 @@ def test_logits_that_are_not_finite_are_refused(row, backbone):
         generate(backbone, make_prompts(), 2, torch.Generator(), 0.0)
 
 
-def test_a_process_goes_on_while_another_one_does(backbone):
-    """Its own completions have ended; it takes part in the passes and writes no more."""
-    asked = []
-    backbone.anywhere = lambda flag: asked.append(flag) or len(asked) < 4
-
-    def ending(shape):
-        noise = torch.zeros(shape)
-        noise[:, EOS[0]] = 1e6
-        return noise
-
-    passes, decode = [], backbone.decode
-    backbone.decode = lambda *args: passes.append(0) or decode(*args)
-    ids, mask = generate(backbone, make_prompts(), 9, ending)
-    assert ids.tolist() == [[EOS[0]]] * 3 and mask.tolist() == [[1]] * 3
-    assert asked == [False] * 4 and len(passes) == 4  # the prompt's, and one after each answer that said so
-
-
 # ---- products of few rows ----
 @pytest.mark.parametrize("shape", [(1,), (2,), (4,), (5,), (8,), (9,), (2, 3)])
 @pytest.mark.parametrize("biased", [True, False])
@@ -120,3 +105,20 @@ def test_a_completion_may_end_right_after_the_least_length(backbone, least):
     assert (logps[:, :least] > free[:, :least]).all()  # the others share what the end would have had
     with pytest.raises(InputError, match=f"at least min_new_tokens = {least + 1}"):
         completion_logps(backbone, prompts, ids, mask, min_new_tokens=least + 1)
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_straight_through_rollout_and_generate_are_one_sample(backbone, least):
+    prompts = make_prompts(5)
+    config = RelaxationConfig(gumbel_topk=0, max_new_tokens=6, min_new_tokens=least)
+    rollout = sample(backbone, prompts, config, generator(3))
+    ids, mask = generate(backbone, prompts, 6, generator(3), min_new_tokens=least, stop_early=False)
+    assert torch.equal(ids, rollout.completion_ids) and torch.equal(mask, rollout.completion_mask)
+
+
+def test_a_half_precision_base_is_not_merged():
+    backbone = make_backbone(dtype=torch.bfloat16)
+    weight = backbone.model.model.layers[0].self_attn.q_proj.get_base_layer().weight
+    pointer = weight.data_ptr()
+    with torch.no_grad(), backbone.merged():
+        assert weight.data_ptr() == pointer

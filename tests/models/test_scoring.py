@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
+from conftest import VOCAB, make_backbone, make_prompts
 
-from grade.models.sampling import generate
-from grade.models.scoring import completion_certainty, completion_logps, predicting_hidden
+from grade.models.scoring import completion_certainty, completion_logps
 
 
 def completions(batch=3, new=4):
@@ -40,32 +39,3 @@ def test_a_completion_scores_its_own_tokens():
     assert completion_certainty(values, mask).tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="at least one token"):
         completion_certainty(values, torch.zeros_like(mask))
-
-
-LENGTH = 5
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
-
-
-@pytest.fixture(scope="module")
-def sampled(policy):
-    prompts = make_prompts()
-    ids, mask = generate(policy, prompts, LENGTH, torch.Generator().manual_seed(3), stop_early=False)
-    return prompts, ids, torch.cumprod(mask, 1) * torch.tensor([[1] * 5, [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
-
-
-def test_states_are_the_bases_without_adapter_padding_or_other_rows(policy, sampled):
-    prompts, ids, mask = sampled
-    with torch.no_grad(), policy.reference():
-        predicting = predicting_hidden(policy, prompts, ids)
-    for row in range(len(ids)):
-        whole = torch.cat([prompts.ids[row][prompts.mask[row].bool()], ids[row][mask[row].bool()]])[None]
-        first, real = int(prompts.mask[row].sum()), int(mask[row].sum())
-        with torch.no_grad(), policy.reference():
-            layers = policy.decoder(input_ids=whole)
-        # The state before a token predicts it.
-        torch.testing.assert_close(predicting[row, :real], layers.last_hidden_state[0, first - 1 : -1])
-    assert predicting.shape == (3, LENGTH, policy.hidden_size)

@@ -1,12 +1,10 @@
-"""A base in pieces: rows of a table on several processes, operators that read them, and a model sharded by layer."""
+"""A base in pieces: a model sharded by layer; two processes train on one in tests/training/test_sharded.py."""
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import make_backbone, make_prompts, tiny_config, tiny_gpt2
 from models.test_backbone import COMMON
 from torch import nn
@@ -15,35 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CohereConfig, PhiConfig
 
-from grade.models import sharded
 from grade.models.parameters import fingerprint
 from grade.models.sampling import generate
-from grade.models.sharded import RowShards, ShardedBackbone, ShardedTable, divide
+from grade.models.sharded import ShardedBackbone, ShardedTable, divide
 
 CPU = torch.device("cpu")
-
-
-def group(size, rank):
-    """One process of several."""
-    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
-
-
-@pytest.fixture
-def together(monkeypatch):
-    """Makes every process's rows of a table in this one; gathering joins them."""
-    known = {}
-
-    def gather(out, rows, group):
-        parts = next(parts for parts in known.values() if any(part.rows is rows for part in parts))
-        out.copy_(torch.cat([part.rows for part in parts]))
-
-    monkeypatch.setattr(sharded, "_gather_into", gather)
-
-    def make(table, size):
-        known[id(table)] = [RowShards(table, group(size, rank), CPU) for rank in range(size)]
-        return known[id(table)]
-
-    return make
 
 
 def held_bytes(module):
@@ -54,56 +28,6 @@ def held_bytes(module):
     )
 
 
-def numbers(rows, columns=3):
-    return torch.arange(1.0, 1 + rows * columns, dtype=torch.float64).view(rows, columns)
-
-
-@pytest.mark.parametrize(("rows", "size", "own"), [(4, 2, 2), (5, 3, 2), (4, 3, 2), (2, 1, 2)])
-def test_each_process_has_equally_many_rows_and_the_last_ones_are_padding(rows, size, own, together):
-    table = numbers(rows)
-    parts = together(table, size)
-    for rank, part in enumerate(parts):
-        want = torch.zeros(own, 3, dtype=torch.float64)
-        mine = table[rank * own : (rank + 1) * own]
-        want[: len(mine)] = mine
-        assert torch.equal(part.rows, want) and part.rows.dtype == table.dtype and part.shape == table.shape
-        assert torch.equal(part.gather(), table)
-
-
-def test_an_operator_reads_a_sharded_table_as_if_it_were_whole(together):
-    whole_table = numbers(5)
-    table = ShardedTable(together(whole_table, 2)[0])
-    x = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([[0, 4, 2]])
-    assert table.shape == (5, 3) and table.dtype == torch.float64 and table.device == CPU
-    for read in (
-        lambda t: F.embedding(ids, t),
-        lambda t: F.linear(x, t),
-        lambda t: x @ t.t(),
-        lambda t: x @ t.permute(1, 0),
-        lambda t: t.t().t() @ x.t(),
-        lambda t: torch.addmm(torch.ones(5, 1, dtype=t.dtype), t, x.t(), beta=2),
-        lambda t: torch.cat([t, t]),
-        lambda t: F.embedding_bag(ids, t, per_sample_weights=x, mode="sum"),
-        lambda t: torch.stack(tensors=[t, t]),
-    ):
-        got, want = read(table), read(whole_table)
-        assert type(got) is torch.Tensor and torch.equal(got, want)
-    (got,) = torch.autograd.grad(F.linear(x, table).sum(), x)
-    assert torch.equal(got, whole_table.sum(0, keepdim=True))
-
-
-def test_a_sharded_table_is_not_changed(together):
-    table = ShardedTable(together(numbers(5), 2)[0])
-    for change in (lambda: table.add_(1), lambda: table.zero_(), lambda: table.t().mul_(2)):
-        with pytest.raises(RuntimeError, match="would change a sharded table"):
-            change()
-    out = torch.zeros(5, 3, dtype=torch.float64)
-    out.copy_(table)  # it may be read by what changes another tensor
-    assert torch.equal(out, numbers(5))
-
-
-# ---- a model ----
 @contextlib.contextmanager
 def processes(size, backend):
     """This process as the first of several: alone with gloo, or with others that do not exist."""

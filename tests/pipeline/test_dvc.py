@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,7 @@ class Stage:
 
     cmd: str
     deps: set[str]  # parameter files among them
-    outs: list[tuple[str, bool]]  # and whether DVC's cache has it
+    outs: set[str]
 
 
 def stages(profile, folder):
@@ -43,7 +42,7 @@ def stages(profile, folder):
 
     with Repo(str(folder)) as repo:
         return {
-            stage.name: Stage(stage.cmd, {name(d) for d in stage.deps}, [(name(o), o.use_cache) for o in stage.outs])
+            stage.name: Stage(stage.cmd, {name(d) for d in stage.deps}, {name(o) for o in stage.outs})
             for stage in repo.index.stages
         }
 
@@ -123,7 +122,7 @@ def test_a_stage_depends_on_the_wings_that_it_imports_and_a_family_on_no_other(r
 def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
     roots = ("data/", "models/", "notebooks/", "params/")
     for name, stage in pipeline[1].items():
-        known = stage.deps | {out for out, _ in stage.outs}
+        known = stage.deps | stage.outs
         for word in stage.cmd.split():
             if word.startswith(roots):
                 assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"
@@ -136,48 +135,6 @@ def test_a_stage_depends_on_the_files_that_its_parameters_name(pipeline):
             for path in re.findall(r"\b(?:data|models|outputs)/[\w/-]+", str(profile_values(profile, Path(file).stem))):
                 # Of a folder of runs, those that are read.
                 assert any(covers(dep, path) or covers(path, dep) for dep in stage.deps), f"{name} reads {path}"
-
-
-# --- outputs ---
-
-
-def is_ignored(path, checkout):
-    return subprocess.run(["git", "check-ignore", "-q", path], cwd=checkout).returncode == 0
-
-
-def test_small_results_can_be_committed_and_big_ones_cannot(pipeline, tmp_path):
-    # The rules in a checkout of their own: whatever is tracked by now, and wherever the project lies.
-    profile, found = pipeline
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    shutil.copy(ROOT / ".gitignore", tmp_path)
-    outs = [out for stage in found.values() for out in stage.outs]
-    stay = profile == "smoke"  # all its results stay in its workspace
-    assert outs and [path for path, cached in outs if is_ignored(path, tmp_path) != (cached or stay)] == []
-
-
-@pytest.mark.parametrize("run", ["outputs/train/ste-0", "outputs/full/train/gumbel-1"])
-def test_what_a_run_is_continued_from_is_no_result_for_git_or_for_dvc(run, tmp_path):
-    # DVC removes a stage's outs before it runs it again, and `measure` stages depend on outputs/train.
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    for name in (".gitignore", ".dvcignore"):
-        shutil.copy(ROOT / name, tmp_path)
-    ours = ("checkpoint-8/optimizer.pt", "completions/eval_00000.parquet", "grade_state.json",
-            ".saving/checkpoint-8/optimizer.pt")  # fmt: skip
-    results = ("metrics.json", "history.csv", "samples.json")
-    with Repo.init(str(tmp_path), no_scm=True) as repo:
-        for names, ignored in ((ours, True), (results, False)):
-            for name in names:
-                path = f"{run}/{name}"
-                assert is_ignored(path, tmp_path) == ignored, path
-                assert repo.dvcignore.is_ignored_file(str(tmp_path / path)) == ignored, path
-    assert not is_ignored("outputs/README.md", tmp_path), "the page of results"
-
-
-def test_no_out_holds_times(pipeline):
-    # Times differ from run to run: a stage that depended on them would never be up to date.
-    ignored = (ROOT / ".dvcignore").read_text()
-    assert "/outputs/**/timings*" in ignored
-    assert not [out for stage in pipeline[1].values() for out, _ in stage.outs if "timings" in out]
 
 
 # --- lock ---
@@ -231,12 +188,3 @@ def test_every_profiles_training_runs_are_valid_settings(profile):
         # What a default would change without notice, or make depend on where the project lies.
         assert {"method", "seed", "beta", "learning_rate", "lr_scheduler_type", "eval_strategy"} <= set(values)
         assert config.base_name == config.model and (config.use_cpu or profile == "h100")
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_holds_only_what_differs(profile):
-    for path in (ROOT / "params" / profile).glob("*.yaml"):
-        own = parse_yaml(path.read_text()) or {}
-        if below := own.pop("over", None):
-            base = read_yaml(path.parent / below)
-            assert not {key for key in own if own[key] == base.get(key)}, path

@@ -132,16 +132,3 @@ def test_run_all_and_save_leaves_the_source_as_it_was_and_keeps_a_copy_with_outp
     content = lab_content(path)
     assert saved(f"notebooks/{path.name}", content, tmp_path) == path.read_text()
     assert nbformat.read(tmp_path / "outputs/scratch/lab" / path.name, as_version=4) == content
-
-
-def test_an_executed_copy_keeps_its_outputs(tmp_path):
-    content = lab_content(ROOT / "notebooks/probe.ipynb")
-    assert "0.8" in saved("outputs/probe/probe.ipynb", content, tmp_path) and not list(tmp_path.iterdir())
-    assert strip_on_save({"type": "file", "content": "text"}, "notebooks/a.txt", None) is None
-
-
-def test_a_cell_that_ends_its_kernel_is_one_line(tmp_path):
-    notebook = write(tmp_path / "n.ipynb", "import os\nos._exit(1)")
-    with pytest.raises(NotebookError, match="n.ipynb: a cell ended its kernel"):
-        execute(notebook, tmp_path / "out" / "n.ipynb", {})
-    assert not list((tmp_path / "out").iterdir())

@@ -153,14 +153,3 @@ def test_what_a_function_does_wrong_is_one_line_with_its_name(result, match, kin
     with pytest.raises(InputError, match=match) as error:
         call(function)
     assert f"reward {function.__name__!r}" in str(error.value)
-
-
-@pytest.mark.parametrize("values", [[3, 2], [3]])
-def test_a_column_is_logged_once_for_a_batch_with_a_value_for_each_completion(values):
-    def reward(log_extra, **_):
-        log_extra("length", [3, 2])
-        log_extra("length" if len(values) == 2 else "other", values)
-        return [0.0, 0.0]
-
-    with pytest.raises(InputError, match="log_extra: got '(length|other)'; .* not logged yet, and 2 values"):
-        call(reward)

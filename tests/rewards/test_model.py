@@ -1,5 +1,7 @@
 """Reward models: one score for ids, soft tokens and padded input; frozen base; honest loading; training that learns."""
 
+import contextlib
+
 import pytest
 import torch
 from conftest import make_backbone, tiny_config, tiny_gpt2, word_tokenizer
@@ -95,19 +97,6 @@ def test_bag_by_hand():
     assert_close(model.score_ids(torch.tensor([[5, 9]]), torch.ones(1, 2)), want)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "want"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
-)
-@pytest.mark.parametrize("kind", ["bag", "trunk"])
-def test_scores_are_float32_or_wider(kind, dtype, want):
-    model = build(kind, HeadSettings(), dtype)
-    ids, mask, _ = batch()
-    score = model.score_ids(ids, mask)
-    assert score.dtype == want and ((score > 0) & (score < 1)).all()
-    # Soft tokens may be wider than the base.
-    assert model(model.backbone.embed(ids).to(want), mask).dtype == want
-
-
 def test_an_empty_sequence_is_nan_and_not_a_score():
     model = build("bag", HeadSettings())
     ids, mask, _ = batch()
@@ -141,23 +130,10 @@ def test_saved_and_loaded_scores_are_identical(tmp_path, kind, settings):
     assert load_reward(tmp_path / "reward", half).score_ids(ids, mask).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (lambda: bare(words=[*WORDS, "new"]), "vocab_size"),
-        (lambda: bare(hidden_size=32), "hidden_size"),
-        (lambda: bare(words=[*WORDS[:-2], "scene", "one"]), "tokenizer"),
-        (lambda: bare(seed=1), "fingerprint"),
-    ],
-)
-def test_another_base_is_refused_and_says_why(tmp_path, other, message):
-    RewardModel("bag", bare(), HeadSettings()).save(tmp_path)
-    with pytest.raises(InputError, match=f"{message} of the base.*trained on"):
-        load_reward(tmp_path, other())
-
-
-def other_weights(part):
-    """The same sizes and nearly the same norms, but other weights in the embedding or in a layer."""
+def other_base(part):
+    """The same sizes and nearly the same norms, but another tokenizer, or weights in the embedding or in a layer."""
+    if part == "tokenizer":
+        return bare(words=[*WORDS[:-2], "scene", "one"])
     backbone = bare()
     with torch.no_grad():
         p = backbone.embedding.weight if part == "embedding" else backbone.model.model.layers[1].mlp.up_proj.weight
@@ -167,16 +143,14 @@ def other_weights(part):
 
 @pytest.mark.parametrize(
     ("kind", "part", "fits"),
-    [("bag", "embedding", False), ("bag", "layer", True), ("trunk", "embedding", False), ("trunk", "layer", False)],
-)
+    [("bag", "embedding", False), ("bag", "layer", True), ("trunk", "embedding", False), ("trunk", "layer", False),
+     ("bag", "tokenizer", False)],
+)  # fmt: skip
 def test_a_reward_fits_the_weights_that_it_reads(tmp_path, kind, part, fits):
     """A bag reads the embedding table, a trunk all layers."""
     RewardModel(kind, bare(), HeadSettings()).save(tmp_path)
-    if fits:
-        load_reward(tmp_path, other_weights(part))
-    else:
-        with pytest.raises(InputError, match="fingerprint of the base: .*same sizes, but other weights"):
-            load_reward(tmp_path, other_weights(part))
+    with contextlib.nullcontext() if fits else pytest.raises(InputError, match="of the base: .*trained on"):
+        load_reward(tmp_path, other_base(part))
 
 
 # --- training
@@ -235,16 +209,3 @@ def test_early_stopping_returns_the_best_epoch():
     seen = evaluate_reward(model, validation, [4, 12])
     assert (seen["log_loss_4"] + seen["log_loss_12"]) / 2 == pytest.approx(report["validation_log_loss"], rel=1e-5)
     assert seen["accuracy_12"] == report["validation_accuracy"]
-
-
-@pytest.mark.parametrize(
-    ("more", "changes", "match"),
-    [
-        (Review("", 1), {}, "bag reward features"),
-        (Review("good", 2), {}, "label: got 2"),
-        (Review("good", 1), {"min_tokens": 13}, "bag.min_tokens: got 13"),
-    ],
-)
-def test_reviews_and_settings_that_teach_nothing_are_refused(more, changes, match):
-    with pytest.raises(InputError, match=match):
-        train_reward("bag", config(**changes), bare(), [*reviews(20, 0), more], reviews(10, 1))

@@ -16,7 +16,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from safetensors.torch import load_file
 
 from grade.gradients.methods import AUTO
-from grade.training.config import TrainConfig
+from grade.training.config import GradeConfig, TrainConfig
+from grade.training.loop import GradeTrainer
 from grade.training.toy import toy_task
 
 
@@ -40,6 +41,18 @@ def toy_project(root: Path) -> dict:
         "kl_eval_prompts": 8, "per_device_eval_batch_size": 4, "save_total_limit": 2, "lr_scheduler_type": "linear",
         "base_name": "base",
     }  # fmt: skip
+
+
+def toy_trainer(task, output, reward=None, rows=8, held_out=None, callbacks=None, **changes):
+    """A trainer of the toy task's policy on some of its prompts, without checkpoints."""
+    values = dict(
+        method="rloo", max_prompt_length=6, truncation="right", raw_prompts=True, max_completion_length=8,
+        per_device_train_batch_size=4, max_steps=2, learning_rate=1e-2, use_cpu=True, seed=0, save_strategy="no",
+        report_to="none",
+    ) | changes  # fmt: skip
+    args = GradeConfig(str(output), **GradeConfig.values_for(values["method"], values))
+    prompts = [{"prompt": text} for text in task.train_prompts[:rows]]
+    return GradeTrainer(task.backbone, reward, args, prompts, held_out or prompts, callbacks=callbacks)
 
 
 def noise(completions, **_):

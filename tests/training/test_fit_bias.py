@@ -1,7 +1,6 @@
 """`fit_bias` from each source, what it predicts against what is measured, and the command from end to end."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from training.test_tilt import Added, T, noise
 from grade import GradeConfig, fit_bias
 from grade.cli.main import main
 from grade.data.texts import sample_texts
-from grade.errors import InputError
-from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.head import kl_divergence
 from grade.models.prompts import encode_prompts
@@ -108,12 +105,6 @@ def test_kl_is_to_the_policy_as_given_whose_adapter_and_bias_stay(bias):
     assert change.norm() < 1e-6
 
 
-def test_what_has_no_gradient_cannot_be_asked_for_it():
-    task = toy_task()
-    with pytest.raises(InputError, match="texts: gradient a differentiable reward"):
-        fit_bias(task.backbone, noise, task.train_prompts, 1.0, "gradient", ARGS)
-
-
 REWARD = """
 def vowels(completions, **columns):
     return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
@@ -131,18 +122,10 @@ def test_the_command_from_the_bias_to_a_model_and_to_further_training(tmp_path, 
     common = ["--model", "base", "--reward", "reward.py:vowels", "--max-completion-length", "8", "--use-cpu"]
     assert main(["tilt", *common, "--prompts", "train.jsonl", "--target-kl", "1.5", "--output-dir", "found"]) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1] == "wrote found"
-    assert sorted(os.listdir("found/adapter")) == ["base_fingerprint.json", "token_bias.safetensors"]
     told = json.loads(open("found/tilt.json").read())
     assert told["kl"] == pytest.approx(1.5, rel=0.1) and told["r2"] > 0.8 and told["gain"] > 3 * told["gain_stderr"]
-    assert len(told["likes"]) == len(told["dislikes"]) == 10 and told["frontier"][0] == {"kl": 0.0, "gain": 0.0}
     assert main(["show", "found"]) == 0
     assert capsys.readouterr().out.splitlines() == told["summary"] == printed.splitlines()[:-1]
-
-    assert main(["tilt", *common, "--prompts", "train.jsonl", "--output-dir", "found"]) == 2
-    assert capsys.readouterr().err == (
-        "grade tilt: output_dir: got 'found'; allowed: a folder without an adapter, or --overwrite\n"
-    )
 
     def written(*options):
         assert main(["generate", "--prompt", "The film", "--samples", "200", "--max-new-tokens", "8", *options]) == 0
@@ -162,13 +145,18 @@ def test_the_command_from_the_bias_to_a_model_and_to_further_training(tmp_path, 
     capsys.readouterr()
     reached = json.loads(open("more/metrics.json").read())
     assert reached["before"]["val"]["reward_mean"] == start["reward_mean"]
-    base = lambda **options: Backbone.load("base", **options)  # noqa: E731
-    found, more = base(adapter="found/adapter"), base(adapter="more/adapter")
+    found, more = (Backbone.load("base", adapter=f"{folder}/adapter") for folder in ("found", "more"))
     assert torch.equal(found.token_bias, more.token_bias) and found.peft is None
     assert any(p.any() for name, p in more.model.named_parameters() if "lora_B" in name)
-    assert main(["show", "more"]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("written ")][0][:15] == (
-        "written more  '"
-    )
-    both = base(adapter="more/adapter", lora=LoraSettings(r=1))
-    assert both.peft.peft_config["default"].r == more.peft.peft_config["default"].r
+
+
+def test_a_few_completions_give_the_direction_of_many_where_the_reward_is_linear_in_embeddings():
+    found = {}
+    for source in ("gradient:8", "gradient"):
+        task, args = toy_task(), GradeConfig(max_completion_length=8)
+        found[source] = fit_bias(task.backbone, task.reward_model, task.train_prompts, 0.5, source, args)
+    assert [fit.texts for fit in found.values()] == [8, 128]
+    few, many = (fit.values for fit in found.values())
+    # R = sigmoid(z), z linear: every gradient has one direction, and only its length differs
+    assert torch.cosine_similarity(few - few.mean(), many - many.mean(), 0) > 0.999
+    assert float(few.norm() / many.norm()) < 1.2

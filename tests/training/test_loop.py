@@ -1,24 +1,18 @@
-"""`GradeTrainer`: what people expect of a Trainer, and what it refuses."""
+"""`GradeTrainer`: what people expect of a Trainer."""
 
 import json
 import re
-import shutil
-from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
-from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     TrainerCallback,
 )
 
@@ -27,8 +21,6 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.base import Reward
-from grade.training.logs import Lines
-from grade.training.toy import toy_task
 
 SMALL = dict(
     method="rloo", num_generations=4, per_device_train_batch_size=8, max_completion_length=6, max_steps=2,
@@ -62,12 +54,10 @@ class Recorded(Reward):
         return ((embeds @ self.direction) * mask).sum(1) / mask.sum(1)
 
 
-def trainer(model, output, reward=length, dataset=PROMPTS, held_out=None, callbacks=None, peft_config=None, **changes):
+def trainer(model, output, reward=length, dataset=PROMPTS, held_out=None, callbacks=None, **changes):
     values = GradeConfig.values_for(changes.get("method", SMALL["method"]), {**SMALL, **changes})
     args = GradeConfig(output_dir=str(output), **values)
-    return GradeTrainer(
-        model, reward, args, train_dataset=dataset, eval_dataset=held_out, callbacks=callbacks, peft_config=peft_config
-    )
+    return GradeTrainer(model, reward, args, train_dataset=dataset, eval_dataset=held_out, callbacks=callbacks)
 
 
 # ---- what it takes ----
@@ -86,33 +76,6 @@ def test_it_takes_a_name_a_model_a_peft_model_and_a_backbone(base, tmp_path):
         assert isinstance(made.model, PeftModel), name
         assert all(p.requires_grad == ("lora_" in n) for n, p in made.model.named_parameters()), name
         assert max(float(p.abs().max()) for n, p in made.model.named_parameters() if "lora_B" in n) > 0, name
-
-
-def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path, caplog):
-    lora = LoraConfig(r=3, lora_alpha=5, use_rslora=True, lora_dropout=0.5, target_modules=["v_proj"])
-    made = trainer(base, tmp_path, peft_config=lora)
-    config = made.model.peft_config["default"]
-    assert (config.r, config.lora_alpha, config.use_rslora, config.lora_dropout) == (3, 5, True, 0.0)
-    assert lora.lora_dropout == 0.5 and "lora_dropout = 0.5 is not used" in caplog.text
-
-
-def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
-    trainer(base, tmp_path, save_steps=1).train()
-    for name, value in {"seed": 7, "weight_decay": 0.5}.items():
-        with pytest.raises(InputError, match=f"{name}: got .*, as in .*checkpoint-1"):
-            made = trainer(base, tmp_path, save_steps=1, **{name: value})
-            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_other_columns_reach_the_reward(base, tmp_path):
-    seen = []
-
-    def reward(prompts, completions, number, **_):
-        seen.extend(zip(prompts, number, strict=True))
-        return [0.0 for _ in completions]
-
-    trainer(base, tmp_path, reward, save_strategy="no").train()
-    assert len(seen) == 16 and all(prompt == f"The film was {number}" for prompt, number in seen)
 
 
 # ---- what a Trainer does ----
@@ -201,23 +164,31 @@ def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
         assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["rloo", "grpo", "reinforce", "remax", "tilt", "ste", "gumbel_rao"])
-def test_however_a_step_is_cut_into_microbatches_it_is_one_run(base, tmp_path, method):
-    """Two prompts of four completions, all at once or one after the other."""
-    found, relaxed = [], method in ("ste", "gumbel_rao")
+RELAXED = ["ste", "gumbel", "gumbel_rao", "reinmax", "st", "ste_legacy"]
+METHODS = {method: {} for method in ("rloo", "grpo", "reinforce", "remax", "tilt", *RELAXED)}
+METHODS |= {"grpo twice": dict(scale_rewards="group", passes_per_step=2), "ppo": dict(passes_per_step=2)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_however_a_step_is_cut_into_microbatches_it_is_one_run(base, tmp_path, name):
+    """Two prompts of four completions, all at once or one after the other; prompts and completions are ragged."""
+    found, method, relaxed = [], name.split()[0], name in RELAXED
+    prompts = PROMPTS.map(lambda row: {"prompt": "The film was " + "so " * (row["number"] % 3)})
     for batch, accumulation in ((8, 1), (1, 8)):
         policy = Backbone.load(base, dtype="float64", lora=LoraSettings(), seed=0)
         drawn, mean = [], policy.embedding_weight.detach().mean(0)
         reward = Recorded(mean, drawn)
         changes = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
         changes |= dict(reward_scope="completion") | ({} if relaxed else dict(num_generations=4))
-        changes |= dict(beta=0.1) if method == "tilt" else dict(beta=0.0)
-        made = trainer(policy, tmp_path / str(batch), reward, method=method, **changes)
+        made = trainer(policy, tmp_path / str(batch), reward, prompts, method=method, **changes | METHODS[name])
         made.train()
-        samples = [row["num_samples"] for row in made.state.log_history if "loss" in row]
+        rows = [row for row in made.state.log_history if "loss" in row]
+        samples = [row["num_samples"] for row in rows]
         assert samples == ([10, 20] if method == "remax" else [8, 16])
-        found.append((drawn, torch.cat([p.flatten() for p in policy.trainable_parameters()])))
-    (drawn, weights), (others, moved) = found
+        figures = [row[name] for row in rows for name in ("loss", "grad_norm", "reward", "kl")]
+        found.append((drawn, torch.cat([p.flatten() for p in policy.trainable_parameters()]), figures))
+    (drawn, weights, figures), (others, moved, again) = found
+    assert again == pytest.approx(figures, rel=1e-6, abs=1e-9)
     assert sorted(others) == sorted(drawn) and (relaxed or len(drawn) == samples[-1])
     assert torch.allclose(moved, weights, rtol=0, atol=1e-9)  # AdamW divides a gradient by its size
 
@@ -248,58 +219,12 @@ def test_of_so_many_checkpoints_one_is_the_best(base, tmp_path):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-4"}
 
 
-@pytest.mark.parametrize("name", ["default", "policy"])
-def test_the_best_policy_is_kept_where_a_run_was_moved_and_whatever_lies_beside_it(base, tmp_path, name):
-    def made(folder):
-        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        policy = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora, adapter_name=name)
-        return trainer(
-            policy, folder, held_out=PROMPTS.select(range(4)), max_steps=3, eval_strategy="steps", eval_steps=1,
-            save_steps=1, metric_for_best_model="kl",
-        )  # fmt: skip
-
-    def saved(run, step):
-        return load_file(next((run / f"checkpoint-{step}").rglob("adapter_model.safetensors")))
-
-    def kept(run):
-        parameters = {n.replace(f".{name}", ""): p for n, p in run.model.named_parameters() if p.requires_grad}
-        best = saved(Path(run.args.output_dir), 1)
-        return run.kept_step == 1 and all(torch.equal(best[n], p) for n, p in parameters.items())
-
-    first, moved = made(tmp_path / "first"), tmp_path / "moved"
-    first.train()
-    assert kept(first)
-    last = saved(tmp_path / "first", 3)
-    (tmp_path / "first").rename(moved)
-    finished = made(moved)
-    finished.train(resume_from_checkpoint=True)
-    assert kept(finished)
-    shutil.rmtree(moved / "checkpoint-3")
-    AutoModelForCausalLM.from_pretrained(base).save_pretrained(moved / "checkpoint-2")  # a whole model beside it
-    again = made(moved)
-    again.train(resume_from_checkpoint=True)
-    assert kept(again) and all(torch.equal(value, last[n]) for n, value in saved(moved, 3).items())
-
-
-def test_rows_may_be_made_of_other_columns_and_a_single_one_has_no_standard_error(base, tmp_path):
-    made = PROMPTS.with_transform(lambda rows: {"prompt": [f"The film was {n}" for n in rows["number"]]})
-    run = trainer(base, tmp_path, dataset=made, held_out=PROMPTS.select([0]), save_steps=1)
-    run.train()
-    metrics = run.evaluate()
-    assert "eval_reward_n" in metrics and "eval_reward_stderr" not in metrics
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [dict(save_strategy="no"), dict(method="remax"), dict(temperature=0.1, gradient_accumulation_steps=2)],
-)
+@pytest.mark.parametrize("changes", [dict(method="remax"), dict(temperature=0.1, gradient_accumulation_steps=2)])
 def test_completions_are_written_as_tables(base, tmp_path, changes):
     """Those that were sampled, not what else was scored: at a low temperature unequally often in two microbatches."""
 
     def reward(completions, log_extra, **_):
         log_extra("shout", [text.upper() for text in completions])
-        log_extra("numpy", list(np.arange(len(completions))))
-        log_extra("torch", list(torch.ones(len(completions))))
         return [float(len(text)) for text in completions]
 
     options = dict(log_completions=True, logging_steps=2, save_steps=1, held_out=PROMPTS, eval_on_start=True)
@@ -310,20 +235,6 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     assert table["reward"].tolist() == table["completion"].str.len().tolist() == table["rewards/reward"].tolist()
     held_out = pd.read_parquet(tmp_path / "completions" / "eval_00002.parquet")
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
-
-
-@pytest.mark.parametrize(("log", "name", "value", "message"), [
-    ("log_metric", "reward", 9.0, "log_metric: got 'reward'; allowed: another name"),
-    ("log_metric", "rewards/reward/mean", 9.0, "log_metric: got 'rewards/reward/mean'; allowed: another name"),
-    ("log_extra", "prompt", ["a"] * 8, "log_extra: got 'prompt'; allowed: another name"),
-])  # fmt: skip
-def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value, message):
-    def reward(completions, **given):
-        given[log](name, value)
-        return [0.0 for _ in completions]
-
-    with pytest.raises(InputError, match=message):
-        trainer(base, tmp_path, reward, save_strategy="no", log_completions=True).train()
 
 
 def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
@@ -349,15 +260,6 @@ def test_bf16_casts_the_base_and_not_the_adapter(base, tmp_path):
     kinds = {("lora_" in name, p.dtype) for name, p in made.model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     made.train()
-
-
-def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path):
-    rows = []
-    for recompute in (False, True):
-        made = trainer(base, tmp_path, gradient_checkpointing=recompute, save_strategy="no")
-        made.train()
-        rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
-    assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32, recomputed in another order
 
 
 def test_a_limit_of_zero_does_not_clip(base, tmp_path):
@@ -398,82 +300,6 @@ def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
-# ---- what it refuses ----
-BAD_RUNS = {
-    "a prompt longer than the context": (
-        {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
-    "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "train_dataset: got 'IterableDataset'"),
-    "a table": ({}, dict(dataset=PROMPTS.to_pandas()), "train_dataset: got 'DataFrame'"),
-    "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "train_dataset: got .* one split of a dataset"),
-    "a path": ({}, dict(dataset=Path("rows.jsonl")), "train_dataset: got"),
-    "a text reward for a relaxed method": (dict(method="ste"), {}, "ste.*rloo"),
-    "an adapter for a PeftModel": (
-        {}, dict(model="peft", peft_config=LoraConfig(target_modules=["q_proj"])), "peft_config: got 'given'"),
-    "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got .*; .*LORA"),
-    "unknown keys of the model": (dict(model_init_kwargs={"device_map": "auto"}), {}, "model_init_kwargs"),
-    "a batch without whole groups": (dict(num_generations=3), {}, "num_generations: got 3; allowed: a divisor of"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD_RUNS)
-def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, tmp_path):
-    changes, given, message = BAD_RUNS[name]
-    model = given.pop("model", base) if "model" in (given := dict(given)) else base
-    if model == "peft":
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
-    changes = {"num_generations": 4, **changes} if changes.get("method", "rloo") == "rloo" else changes
-    with pytest.raises(InputError, match=message):
-        trainer(model, tmp_path / "run", **given, **changes)
-    assert not (tmp_path / "run").exists()
-
-
-def test_rows_and_their_values_stay_of_their_type(base, tmp_path):
-    def reward(completions, counts, **_):
-        return [float(count["missing"]) for count in counts]
-
-    rows = [defaultdict(int, prompt="The film was", counts=defaultdict(lambda: 3)) for _ in range(4)]
-    made = trainer(base, tmp_path, reward, rows, max_steps=1, save_strategy="no")
-    made.train()
-    assert made.state.log_history[0]["reward"] == 3
-
-
-def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
-    class Rows(torch.utils.data.Dataset):
-        """Without IndexError at its end."""
-
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, number):
-            return {"prompt": f"The film was {number % 3}"}
-
-    made = trainer(base, tmp_path, dataset=Rows(), max_steps=1, save_strategy="no")
-    made.train()
-    assert made.state.global_step == 1
-    with pytest.raises(InputError, match="train_dataset: got None"):
-        trainer(base, tmp_path, dataset=None).train()
-    with pytest.raises(InputError, match="eval_dataset: got None"):
-        made.evaluate()
-    with pytest.raises(InputError, match="row 0: got .* context of"):
-        made.evaluate([{"prompt": "a " * 999}])
-
-
-def test_a_trainer_leaves_nothing_behind_in_backbone_and_settings(base, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    other, metrics = AutoTokenizer.from_pretrained(base), []
-    other.eos_token = tokenizer.convert_ids_to_tokens(50)
-    for used in (False, True):
-        made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
-        args = GradeConfig(str(tmp_path / str(used)), **SMALL | {"eval_on_start": True, "save_steps": 1})
-        if used:
-            hot = GradeConfig(str(tmp_path / "hot"), **SMALL | {"temperature": 0.1, "save_strategy": "no"})
-            GradeTrainer(made, length, hot, PROMPTS, processing_class=other).train()
-        own = GradeTrainer(made, length, args, PROMPTS, PROMPTS)
-        own.train(resume_from_checkpoint=used and str(tmp_path / "False" / "checkpoint-1"))
-        metrics.append([row["reward"] for row in own.state.log_history if "reward" in row])
-    assert metrics[0] == metrics[1]
-
-
 def test_completions_end_with_the_given_tokenizers_end(base, tmp_path):
     given, seen = AutoTokenizer.from_pretrained(base), []
 
@@ -490,37 +316,12 @@ def test_completions_end_with_the_given_tokenizers_end(base, tmp_path):
     assert any(end in ids for ids in seen) and not any(end in ids[:-1] for ids in seen)
 
 
-def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
-    """Those of a vision tower, which text does not reach."""
-    text = dict(
-        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8,
-    )  # fmt: skip
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-                  patch_size=14)  # fmt: skip
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
-                          boi_token_index=298, eoi_token_index=297)  # fmt: skip
-    made = Backbone(Gemma3ForConditionalGeneration(config), toy_task().backbone.tokenizer,
-                    LoraSettings(r=2, alpha=4, target_modules=["q_proj"]))  # fmt: skip
-    before = {name: p.clone() for name, p in made.peft.named_parameters() if p.requires_grad}
-    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no").train()
-    moved = {name for name, p in made.peft.named_parameters() if name in before and not p.equal(before[name])}
-    assert moved and not any("vision" in name for name in moved) and any("vision" in name for name in before)
-
-
-@pytest.mark.parametrize("progress, bar", [("0", False), ("1", False), ("1", True)])
-def test_a_row_of_the_log_is_a_short_line(base, tmp_path, capsys, monkeypatch, progress, bar):
+@pytest.mark.parametrize("progress", ["0", "1"])
+def test_a_row_of_the_log_is_a_line_without_times_in_a_notebook(base, tmp_path, capsys, monkeypatch, progress):
     monkeypatch.setenv("GRADE_PROGRESS", progress)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    changes = dict(eval_strategy="steps", eval_steps=2, save_strategy="no")
-    made = trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), **changes)
-    if not bar:
-        made.remove_callback(Lines)
-        made.add_callback(Lines(made.evaluations, print))
+    made = trainer(base, tmp_path, held_out=PROMPTS, eval_strategy="steps", eval_steps=2, save_strategy="no")
     made.train()
-    out, err = capsys.readouterr()
-    lines = [line.strip() for line in out.splitlines() if line.strip()]
-    assert not any("{" in line for line in lines) and ("training:" in err) == bar
-    assert bool(re.search(r"\d s ", out)) == (progress == "1")  # an executed notebook holds no times
-    assert [line.split()[:2] for line in lines if line.startswith("step")] == [["step", "1/2"], *[["step", "2/2"]] * 2]
-    assert "reward" in lines[-1] and lines[-1].startswith("The film was 0|")
+    out = capsys.readouterr().out
+    lines = [line.split()[:2] for line in out.splitlines() if line.startswith("step")]
+    assert lines == [["step", "1/2"], *[["step", "2/2"]] * 2]
+    assert bool(re.search(r"\d s ", out)) == (progress == "1")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from conftest import ToyReward
+from training.runs import toy_trainer
 
 from grade import GradeConfig, GradeTrainer
-from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.models.scoring import predicting_hidden
 from grade.training.toy import toy_task
@@ -66,13 +66,8 @@ def test_a_reward_that_changes_with_the_policy_fits_no_token_bias(task, caplog):
 
 @pytest.mark.parametrize("reward", [None, halves])
 def test_self_certainty_is_learned_alone_or_beside_a_reward(task, reward, tmp_path):
-    args = GradeConfig(
-        tmp_path, use_cpu=True, per_device_train_batch_size=4, num_generations=4,
-        max_completion_length=4, max_prompt_length=6, truncation="right", raw_prompts=True, max_steps=1,
-        save_strategy="no", report_to="none",
-    )  # fmt: skip
     rewards = "self_certainty" if reward is None else [reward, "self_certainty"]
-    trainer = GradeTrainer(task.backbone, rewards, args, [{"prompt": text} for text in task.train_prompts[:4]])
+    trainer = toy_trainer(task, tmp_path, rewards, 4, num_generations=4, max_completion_length=4, max_steps=1)
     assert trainer.rewards.names == ([] if reward is None else ["halves"]) + ["self_certainty"]
     prompts = trainer.encode(trainer.train_dataset[:2])
     ids, mask = torch.arange(3, 11).view(2, 4), torch.ones(2, 4, dtype=torch.long)
@@ -87,8 +82,3 @@ def test_self_certainty_is_learned_alone_or_beside_a_reward(task, reward, tmp_pa
     row = trainer.state.log_history[-1]
     mean = row["rewards/self_certainty/mean"]
     assert mean > 0 and row["reward"] == pytest.approx(mean + (0 if reward is None else 0.75), rel=1e-5)
-
-
-def test_settings_of_others_are_one_line():
-    with pytest.raises(InputError, match="got 'tau'; allowed: a setting of this method: only gumbel, ste"):
-        MethodConfig(tau=1.0)

@@ -1,25 +1,21 @@
 """The reference of a run is the policy as it was given."""
 
 import copy
-import json
 import logging
 
 import pytest
 import torch
 from conftest import generator, perturb_adapter
 from safetensors.torch import load_file
-from training.runs import settings, toy_project
+from training.runs import settings, toy_project, toy_trainer
 from training.test_resume import interrupted, silent
 
-from grade.cli.main import main
 from grade.models.head import kl_divergence
 from grade.models.parameters import set_values
 from grade.models.scoring import predicting_hidden, sequence_kl
 from grade.rewards.model import load_reward
 from grade.training.checkpoint import REFERENCE_FILE
-from grade.training.config import GradeConfig
 from grade.training.kl_budget import BatchKL, scale_adapter
-from grade.training.loop import GradeTrainer
 from grade.training.run import train
 from grade.training.toy import toy_task
 
@@ -44,15 +40,9 @@ def given_policy(adapter=True, bias=True, trunk=False):
 
 
 def make_trainer(task, output, **changes):
-    values = dict(
-        method="rloo", num_generations=2, max_completion_length=4, max_prompt_length=6, truncation="right", beta=0.1,
-        per_device_train_batch_size=4, max_steps=3, save_steps=2, learning_rate=1e-2, raw_prompts=True, use_cpu=True,
-        logging_steps=1, eval_strategy="no", report_to="none",
-    ) | changes  # fmt: skip
-    config = GradeConfig.values_for(values["method"], values)
-    rows = [{"prompt": text} for text in task.train_prompts[:8]]
-    reward = None if "teacher" in values else task.reward_model
-    return GradeTrainer(task.backbone, reward, GradeConfig(str(output), **config), rows, rows)
+    own = dict(num_generations=2, max_completion_length=4, beta=0.1, max_steps=3, save_strategy="steps", save_steps=2)
+    reward = None if "teacher" in changes else task.reward_model
+    return toy_trainer(task, output, reward, logging_steps=1, **own | changes)
 
 
 def completions(trainer):
@@ -168,23 +158,3 @@ def test_a_resumed_run_keeps_its_reference(common, tmp_path, monkeypatch):
     assert train(settings("rloo", common, tmp_path / "again"), silent, "yes").step == 4
     for name in ("adapter/adapter_model.safetensors", "history.csv", "metrics.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
-
-
-def test_a_checkpoint_says_the_reference_where_the_trainer_was_given_another_policy(tmp_path):
-    task, given = given_policy()
-    make_trainer(task, tmp_path).train()
-    again = make_trainer(task, tmp_path)  # of the trained policy
-    assert kl_to(again, given).max() > 1e-6
-    again.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
-    torch.testing.assert_close(
-        sequence_kl(again.backbone, *completions(again)), kl_to(again, given), rtol=0, atol=1e-12
-    )
-
-
-def test_evaluate_measures_kl_to_the_bare_base(common, tmp_path):
-    names = ("model", "adapter", "reward", "train_dataset", "eval_dataset", "max_prompt_length", "truncation",
-             "max_completion_length")  # fmt: skip
-    options = [f"--{name}={common[name]}" for name in names]
-    output = tmp_path / "metrics.json"
-    assert main(["evaluate", "--gold=", "--use_cpu", "--method=rloo", *options, "--output", str(output)]) == 0
-    assert json.loads(output.read_text())["val"]["kl"] > 0

@@ -58,9 +58,7 @@ def interrupted(common, output, monkeypatch, method="ste", after=2):
     ("method", "options", "after"),
     [
         ("ste", {"target_kl": 0.5}, 2),
-        ("rloo", {"target_kl": 0.5}, 2),
         ("ppo", {}, 2),
-        ("tilt", {"target_kl": 0.5, "then": "ppo"}, 1),
         ("tilt", {"target_kl": 0.5, "then": "ppo"}, 4),
         ("auto", {"target_kl": 0.5}, 3),
         ("auto", {"target_kl": 0.5, "reward": f"{HERE / 'runs.py'}:noise"}, 3),
@@ -146,20 +144,3 @@ def test_a_finished_run_is_left_alone_unless_its_results_are_gone(common, tmp_pa
     with pytest.raises(Stop):
         train(settings("ste", common, tmp_path), silent, "auto")
     assert begun == [None]
-
-
-def test_a_run_killed_in_a_finished_runs_folder_is_not_taken_for_finished(common, tmp_path, monkeypatch):
-    assert train(settings("ste", common, tmp_path), silent).step == 4
-    other = settings("ste", common | {"beta": 0.3}, tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr("grade.training.run.run_training", lambda *args: _stop())
-        train(other, silent, overwrite=True)
-    assert (tmp_path / "metrics.json").is_file()  # the earlier run's results stand until there are others
-    assert train(other, silent, "yes").step == 4
-    assert train(other, silent, "yes") is None
-
-
-def test_a_bad_start_can_be_mended(common, tmp_path):
-    with pytest.raises(InputError, match="reward"):
-        train(settings("ste", common | {"reward": "no/such/folder"}, tmp_path), silent)
-    assert train(settings("ste", common, tmp_path), silent, "yes").step == 4

@@ -24,12 +24,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     done, errors = script(SCRIPT, folder, "--sharded", *CASES, timeout=280 if len(CASES) < 3 else 1800)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:] + errors[-2000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(runs):
-    return json.loads((runs / "results.json").read_text())
+    return folder, json.loads(done.stdout.splitlines()[-1])
 
 
 def assert_same(one, two):
@@ -39,26 +34,17 @@ def assert_same(one, two):
 
 @pytest.mark.parametrize("method", CASES)
 def test_two_processes_with_half_the_base_each_train_as_one_does(runs, method):
-    assert_same(runs / f"{method}-1", runs / f"{method}-2")
+    assert_same(runs[0] / f"{method}-1", runs[0] / f"{method}-2")
 
 
 def test_completions_end_early_so_processes_do_wait_for_each_other(runs):
-    assert pd.read_csv(runs / f"{CASES[-1]}-2" / "history.csv")["train/length"].max() < 8
+    assert pd.read_csv(runs[0] / f"{CASES[-1]}-2" / "history.csv")["train/length"].max() < 8
 
 
-def test_a_run_goes_on_with_another_number_of_processes(runs, results):
-    assert results["interrupted"] == [[-9], [-9, -9], [0]]
-    assert_same(runs / f"{CASES[-1]}-1", runs / "across")
-
-
-def test_an_error_in_one_process_ends_both_in_the_middle_of_a_step(runs, results):
-    assert results["breaking"][0] and results["breaking"][1] == 2
-    errors = (runs / "errors.log").read_text().splitlines()
-    assert errors.count("grade train (process 1): loss: got nan; allowed: finite numbers on the second process") == 1
-
-
-def test_a_sharded_base_has_the_hidden_states_of_a_whole_one(results):
-    assert results["recorded"] == [0, 0]
+def test_a_run_goes_on_with_another_number_of_processes(runs):
+    folder, codes = runs
+    assert codes == [[-9], [-9, -9], [0]]
+    assert_same(folder / f"{CASES[-1]}-1", folder / "across")
 
 
 def test_what_accelerate_was_asked_for_is_done_here_and_not_asked_of_it_again(monkeypatch):

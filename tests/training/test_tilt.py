@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from training.runs import noise
+from training.runs import noise, toy_trainer
 from transformers import TrainerCallback
 
-from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.gradients.learner import StepContext
 from grade.gradients.objective import Objective
@@ -55,15 +54,10 @@ class Watch(TrainerCallback):
 
 
 def run(folder, task, reward, steps=4, batch=64, **settings):
-    config = GradeConfig(
-        str(folder), max_steps=steps, max_completion_length=T, min_completion_length=T, max_prompt_length=6,
-        truncation="right", per_device_train_batch_size=batch, learning_rate=1e-2, use_cpu=True, seed=0,
-        save_strategy="no", raw_prompts=True, kl_eval_prompts=200,
-        **{"method": "tilt", **settings},
-    )  # fmt: skip
-    watch, rows = Watch(task.backbone), [{"prompt": text} for text in task.train_prompts]
-    held_out = [{"prompt": text} for text in task.validation_prompts]
-    trainer = GradeTrainer(task.backbone, reward, config, rows, held_out, callbacks=[watch])
+    watch, held_out = Watch(task.backbone), [{"prompt": text} for text in task.validation_prompts]
+    sizes = dict(max_steps=steps, per_device_train_batch_size=batch, min_completion_length=T, kl_eval_prompts=200)
+    values = {"method": "tilt", **sizes, **settings}
+    trainer = toy_trainer(task, folder, reward, None, held_out, [watch], **values)
     trainer.watch = watch
     return trainer
 
@@ -124,15 +118,11 @@ def test_without_a_target_beta_is_the_price_of_kl(temperature, tmp_path):
     assert objective(1.0) > max(objective(0.9), objective(1.1))
 
 
-def test_neither_target_nor_beta_is_one_line(tmp_path):
-    task = toy_task()
-    with pytest.raises(InputError, match="target_kl: got None; allowed: a KL in nats per completion, or beta above 0"):
-        run(tmp_path, task, task.reward_model)
+EPOCHS = {"steps": -1, "num_train_epochs": 8 * 8 / 200}
 
 
-@pytest.mark.parametrize("kind", ["additive", "neighbours", "noise"])
 @pytest.mark.parametrize(
-    "length", [{"steps": 8}, {"steps": -1, "num_train_epochs": 8 * 8 / 200}], ids=["steps", "epochs"]
+    ("kind", "length"), [("additive", {"steps": 8}), ("neighbours", EPOCHS), ("noise", {"steps": 8})], ids=str
 )
 def test_auto_takes_the_bias_where_tokens_explain_the_reward_and_is_rloo_elsewhere(kind, length, tmp_path, caplog):
     task = toy_task()

@@ -1,6 +1,6 @@
 """Training, resuming, generating from and merging policies with a token bias."""
 
-import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,19 +8,16 @@ import torch
 from conftest import VOCAB, generator, make_backbone, make_prompts, perturb_adapter, word_tokenizer
 from models.test_backbone import FAMILIES
 from safetensors.torch import load_file
-from training.runs import settings, toy_project
+from training.runs import settings, toy_project, toy_trainer
 from training.test_resume import interrupted, silent
 from transformers import AutoModelForCausalLM
 
-from grade.cli.main import main
 from grade.errors import InputError
 from grade.models.adapter import BASE_FILE, LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.scoring import predicting_hidden
 from grade.models.token_bias import BIAS_FILE
-from grade.training.config import GradeConfig
 from grade.training.kl_budget import BatchKL, scale_adapter
-from grade.training.loop import GradeTrainer
 from grade.training.merge import LOGIT_BIAS_FILE, add_token_bias, merge
 from grade.training.run import train
 from grade.training.served import StepSampler
@@ -52,13 +49,9 @@ def test_a_trained_bias_resumes_to_the_same_bits_and_is_part_of_the_result(metho
 
 
 def trainer(backbone, output, **changes):
-    task = toy_task()
-    values = dict(
-        method="rloo", num_generations=2, max_completion_length=4, max_prompt_length=6, truncation="right",
-        per_device_train_batch_size=4, max_steps=2, save_steps=1, learning_rate=1e-2, raw_prompts=True, use_cpu=True,
-    )  # fmt: skip
-    rows = [{"prompt": text} for text in task.train_prompts[:8]]
-    return GradeTrainer(backbone, task.reward_model, GradeConfig(output, **values | changes), rows)
+    task = replace(toy_task(), backbone=backbone)
+    own = dict(num_generations=2, max_completion_length=4, save_strategy="steps", save_steps=1)
+    return toy_trainer(task, output, task.reward_model, **own | changes)
 
 
 def test_a_bias_is_trained_beside_an_adapter_only_if_asked_and_the_best_one_is_restored(tmp_path):
@@ -120,30 +113,6 @@ def test_a_server_is_refused_for_a_policy_with_a_bias():
     sampler = StepSampler(SimpleNamespace(sampler="http://127.0.0.1:9"))
     with pytest.raises(InputError, match="none for a policy with a token bias"):
         sampler.sample(backbone, make_prompts(), generator(), 1)
-
-
-# ---- from a folder with a bias alone ----
-def test_a_bias_alone_is_generated_from_evaluated_and_merged(common, tmp_path, capsys):
-    backbone = Backbone.load(common["model"])
-    values = torch.zeros(backbone.vocab_size)
-    values[200] = 50.0  # nothing else is ever sampled
-    backbone.set_token_bias(values)
-    backbone.save_adapter(tmp_path / "bias")
-    word = backbone.tokenizer.decode([200])
-    folder, base = str(tmp_path / "bias"), common["model"]
-    assert main(["generate", "--backbone", base, "--adapter", folder, "--prompt", "The", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out == f"The|{word * 3}\n"
-    names = ("reward", "train_dataset", "eval_dataset", "max_prompt_length", "truncation", "max_completion_length")
-    options = [f"--{name}={common[name]}" for name in names]
-    evaluate = ["evaluate", "--model", base, "--adapter", folder, "--gold=", "--use_cpu", "--method=rloo", *options]
-    assert main([*evaluate, "--prompts", "8", "--output", str(tmp_path / "metrics.json")]) == 0
-    assert json.loads((tmp_path / "metrics.json").read_text())["val"]["kl"] > 1
-    assert main(["merge", folder, str(tmp_path / "out")]) == 0
-    assert "sequence_bias in generation_config.json" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / LOGIT_BIAS_FILE).read_text()) == {"200": 50.0}
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = merged.generate(backbone.tokenizer("The", return_tensors="pt").input_ids, do_sample=True, max_new_tokens=3)
-    assert ids[0, -3:].tolist() == [200] * 3
 
 
 # ---- merge ----
