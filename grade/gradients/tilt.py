@@ -136,27 +136,22 @@ def _law(rewards: Tensor, excess: Callable[[Law], float], what: str) -> Law:
     return Law(*[math.nan] * 4)
 
 
-class TokenValues(NamedTuple):
-    """What each token adds to the reward of a completion, and how well that explains rewards not fitted."""
-
-    values: Tensor  # s [V] in units of the reward, float32; 0 for a token that was never seen
-    r2: float  # share of the rewards' variance, the prompt's part removed, explained out of sample
-    slope: float  # factor by which they predict best out of sample, at least 0
-
-
 def fit_values(
     ids: Tensor, mask: Tensor, rewards: Tensor, vocab: int, prompts: PromptBatch | None = None, group: int = 1
-) -> TokenValues:
+) -> tuple[Tensor, float, float]:
     """Values of tokens by ridge regression of rewards [n] on the counts of tokens in completions [n, T].
 
     What the prompt explains is no merit of the completion. Counts of the ``prompts``' tokens are further features;
     without ``prompts``, rows are groups of G = ``group`` completions of one prompt, and rewards and counts are taken
     relative to the group's mean. The penalty is the one of `PENALTIES` with the best predictions of `FOLDS` parts, of
-    whole groups, from the others; ``r2`` is that of these predictions. Completions without a finite reward count not.
+    whole groups, from the others. Completions without a finite reward count not.
+
+    Returns the values s [V] in units of the reward, float32, 0 for a token that was never seen; R2, the share of the
+    rewards' variance that these predictions explain; and the factor by which they predict best, at least 0.
 
     >>> ids = torch.randint(0, 5, (400, 6), generator=torch.Generator().manual_seed(0))
-    >>> fit = fit_values(ids, torch.ones_like(ids), (ids == 3).sum(1).double(), vocab=5, group=4)
-    >>> [round(x, 1) for x in (fit.values - fit.values.mean()).tolist()], fit.r2 > 0.99
+    >>> values, r2, _ = fit_values(ids, torch.ones_like(ids), (ids == 3).sum(1).double(), vocab=5, group=4)
+    >>> [round(x, 1) for x in (values - values.mean()).tolist()], r2 > 0.99
     ([-0.2, -0.2, -0.2, 0.8, -0.2], True)
     """
     kept, y, groups = _scored(rewards, group)
@@ -167,7 +162,7 @@ def fit_values(
         groups = np.zeros_like(groups)  # all rows are one
     design = design[kept]
     if len(set(fold)) < FOLDS:
-        return TokenValues(torch.zeros(vocab), 0.0, 0.0)
+        return torch.zeros(vocab), 0.0, 0.0
     # Of each penalty: rewards squared, their product with predictions, these squared.
     sums = np.zeros((len(PENALTIES), 3))
     for number in range(FOLDS):
@@ -182,7 +177,7 @@ def fit_values(
     r2 = (2 * sums[:, 1] - square) / total
     best = r2.argmax()
     values = torch.from_numpy(_ridge(design, y, groups, PENALTIES[best])[:vocab])
-    return TokenValues(values.float(), float(r2[best]), float(product[best] / square[best]))
+    return values.float(), float(r2[best]), float(product[best] / square[best])
 
 
 class Agreement(NamedTuple):

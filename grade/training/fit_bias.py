@@ -165,8 +165,7 @@ def fit_bias(
     with policy.reference():
         used = judged = sampled(drawn(groups).repeat(GROUP), rewards=rewards)
     if source == "reference":
-        found = fit_values(judged.ids, judged.mask, judged.rewards, policy.vocab_size, group=GROUP)
-        values = found.values
+        values, r2, slope = fit_values(judged.ids, judged.mask, judged.rewards, policy.vocab_size, group=GROUP)
     else:
         if source == "gradient":
             number = int(number or AVERAGED)
@@ -176,8 +175,8 @@ def fit_bias(
             longest = config.max_prompt_length or judged.prompts.ids.shape[1]
             rows = list(read_texts(texts, policy.tokenizer, longest, most))
             used = score_texts(rows, policy, rewards, completion_tokens=most, encode=encode)
-            values = fit_values(used.ids, used.mask, used.rewards, policy.vocab_size, used.prompts).values
-        found = Agreement.of(predictions(values, judged.ids, judged.mask), judged.rewards, GROUP)
+            values, *_ = fit_values(used.ids, used.mask, used.rewards, policy.vocab_size, used.prompts)
+        r2, slope, _ = Agreement.of(predictions(values, judged.ids, judged.mask), judged.rewards, GROUP)
     values = values.to(policy.device)
 
     few = judged[:: len(judged) // OWN]
@@ -196,8 +195,8 @@ def fit_bias(
     predicted = tilted(policy.ref_head, hidden, values, [length * share for share in LENGTHS]) / len(few)
     seen = judged.ids[judged.mask.bool()].bincount(minlength=len(values)) > 0
     return BiasFit(
-        values, source, len(used), found.r2,
-        [{"kl": kl, "gain": found.slope * gain} for kl, gain in predicted.tolist()],
+        values, source, len(used), r2,
+        [{"kl": kl, "gain": slope * gain} for kl, gain in predicted.tolist()],
         _limits(judged.rewards.view(-1, GROUP)), target, Estimate.of(kl),
         *(Estimate.of(values[values.isfinite()]) for values in (before, gain)),
         *extremes(values * seen, policy.tokenizer),

@@ -157,5 +157,5 @@ class TiltLearner(Learner):
         found = Agreement.of(predictions(self.gradient, ids, mask), self.rewards, group)
         by_gradient = self.gradient * found.slope
         missed = self.rewards - (by_gradient[ids] * mask).sum(1)
-        rest = fit_values(ids, mask, missed, len(by_gradient), group=group)
-        self.values = by_gradient + (rest.values if rest.r2 > 0 else 0)
+        rest, r2, _ = fit_values(ids, mask, missed, len(by_gradient), group=group)
+        self.values = by_gradient + (rest if r2 > 0 else 0)

@@ -103,12 +103,12 @@ def test_values_are_found_and_what_the_prompt_explains_is_no_merit(how):
     of_tokens = (true[ids] * mask).sum(1)
     noise = torch.randn(len(ids), generator=torch.Generator().manual_seed(3), dtype=torch.float64) * of_tokens.std()
     options = {"group": 4} if how == "groups" else {"prompts": PromptBatch(*prompts)}
-    fit = fit_values(ids, mask, of_prompt + of_tokens, 12, **options)
-    assert fit.r2 > 0.97 and torch.allclose(fit.values.double(), true, atol=0.1)
-    noisy = fit_values(ids, mask, of_prompt + of_tokens + noise, 12, **options)
-    assert 0.4 < noisy.r2 < 0.55  # half of the variance is the tokens'
+    values, r2, _ = fit_values(ids, mask, of_prompt + of_tokens, 12, **options)
+    assert r2 > 0.97 and torch.allclose(values.double(), true, atol=0.1)
+    _, noisy, _ = fit_values(ids, mask, of_prompt + of_tokens + noise, 12, **options)
+    assert 0.4 < noisy < 0.55  # half of the variance is the tokens'
     if how == "groups":
-        assert Agreement.of(predictions(fit.values, ids, mask), of_prompt + of_tokens, 4).r2 > 0.97
+        assert Agreement.of(predictions(values, ids, mask), of_prompt + of_tokens, 4).r2 > 0.97
 
 
 @pytest.mark.parametrize("how", ["groups", "prompts"])
@@ -116,7 +116,8 @@ def test_values_are_the_solution_of_the_ridge_regression(how):
     ids, mask, true = completions(60)
     prompts = completions(60, seed=1)[:2]
     y = (true[ids] * mask).sum(1) + torch.randn(60, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    fit = fit_values(ids, mask, y, 12, **({"group": 4} if how == "groups" else {"prompts": PromptBatch(*prompts)}))
+    options = {"group": 4} if how == "groups" else {"prompts": PromptBatch(*prompts)}
+    values, *_ = fit_values(ids, mask, y, 12, **options)
     design = torch.stack([torch.bincount(i[m.bool()], minlength=12) for i, m in zip(ids, mask, strict=True)]).double()
     if how == "prompts":
         others = [torch.bincount(i[m.bool()], minlength=12) for i, m in zip(*prompts, strict=True)]
@@ -126,15 +127,15 @@ def test_values_are_the_solution_of_the_ridge_regression(how):
     x, z = x.flatten(0, 1), z.flatten()
     unit = torch.eye(x.shape[1], dtype=x.dtype)
     exact = [torch.linalg.solve(x.T @ x + penalty * unit, x.T @ z)[:12] for penalty in PENALTIES]
-    assert sum(bool((fit.values - one).norm() < 1e-3 * one.norm()) for one in exact) == 1
+    assert sum(bool((values - one).norm() < 1e-3 * one.norm()) for one in exact) == 1
 
 
 def test_noise_is_not_explained_although_groups_share_their_mean():
     ids, mask, _ = completions(160)
     noise = torch.randn(160, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    fit = fit_values(ids, mask, noise, 12, group=4)
-    assert fit.r2 < 0.05
-    assert Agreement.of(predictions(fit.values, *completions(160, seed=5)[:2]), noise, 4).r2 < 0.1
+    values, r2, _ = fit_values(ids, mask, noise, 12, group=4)
+    assert r2 < 0.05
+    assert Agreement.of(predictions(values, *completions(160, seed=5)[:2]), noise, 4).r2 < 0.1
 
 
 def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group_do():
@@ -144,10 +145,10 @@ def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group
     missing = values.clone()
     missing[::4] = torch.nan
     kept = torch.arange(800) % 4 > 0
-    fit = fit_values(ids, mask, missing, 12, group=4)
-    other = fit_values(ids[kept], mask[kept], values[kept], 12, group=3)
-    assert torch.equal(fit.values, other.values) and fit.r2 == other.r2 > 0.97
-    predicted = predictions(fit.values, ids, mask)
+    found, r2, slope = fit_values(ids, mask, missing, 12, group=4)
+    same = fit_values(ids[kept], mask[kept], values[kept], 12, group=3)
+    assert torch.equal(found, same[0]) and (r2, slope) == same[1:] and r2 > 0.97
+    predicted = predictions(found, ids, mask)
     # r = 1 but for the penalty: noise, so that t is not that of rounding
     predicted = predicted + torch.randn(800, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     found = Agreement.of(predicted, missing, 4)
@@ -176,8 +177,8 @@ def test_agreement_is_the_correlation():
 
 def test_too_few_completions_give_no_values():
     ids, mask, _ = completions(8)
-    fit = fit_values(ids, mask, torch.randn(8), 12, group=4)
-    assert fit.r2 == 0 and not fit.values.any()
+    values, r2, _ = fit_values(ids, mask, torch.randn(8), 12, group=4)
+    assert r2 == 0 and not values.any()
 
 
 @pytest.mark.parametrize("scope", ["completion", "prompt_and_completion"])
