@@ -198,13 +198,13 @@ def test_the_gradient_of_a_reward_linear_in_embeddings_gives_its_values(scope, m
 
 def test_values_of_rewards_that_read_tables_of_their_own_add_up():
     policy, noise = toy_task().backbone, torch.Generator().manual_seed(0)
-    table = EmbeddingTable(torch.randn(policy.vocab_size, 3, generator=noise), 2.0)
-    weights = torch.randn(3, 3, generator=noise)
+    one, two = (EmbeddingTable(torch.randn(policy.vocab_size, 3, generator=noise), 2.0) for _ in range(2))
+    weights = torch.randn(4, 3, generator=noise)
     parts = [EmbeddingReward(lambda embeds, mask, w=w: ((embeds @ w) * mask).sum(1), "completion", reads=table)
-             for w in weights]  # fmt: skip
+             for w, table in zip(weights, (one, two, one, two), strict=True)]  # fmt: skip
     ids = torch.randint(0, policy.vocab_size, (6, 5), generator=noise)
     prompts = PromptBatch(ids[:, :2], torch.ones_like(ids[:, :2]))
-    objective = Objective(Rewards(parts, [1.0, 2.0, 0.0], "completion"), scope="completion")
+    objective = Objective(Rewards(parts, [1.0, 2.0, 3.0, 0.0], "completion"), scope="completion")
     values = gradient_values(objective, policy, Completions(prompts, ids, torch.ones_like(ids)))
-    true = 2.0 * table.weight @ (weights[0] + 2 * weights[1])
+    true = 2.0 * (one.weight @ (weights[0] + 3 * weights[2]) + two.weight @ (2 * weights[1]))
     assert torch.allclose(values, true - true[ids].mean(), atol=1e-4)
