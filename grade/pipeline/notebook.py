@@ -75,6 +75,9 @@ def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dic
     type that the default's items have, if it has any.
     """
     fields = {name: (_type_of(default), default) for name, default in default_parameters(notebook).items()}
+    for name in fields:
+        if name.startswith("_") or hasattr(Config, name):
+            raise InputError(f"{Path(notebook).name}: parameters cell", name, "another name: pydantic has this one")
     checked = create_model("Parameters", __base__=Config, **fields).parse(parameters, Path(notebook).name)
     return {name: getattr(checked, name) for name in parameters}
 
