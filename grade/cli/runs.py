@@ -51,15 +51,16 @@ def _print_tokens(run: Path) -> None:
     """Tokens with the largest and the smallest bias, if there is one and its base is at hand."""
     from transformers import AutoTokenizer  # here: --help needs no torch
 
-    from grade.models.token_bias import base_of_bias, saved_bias
+    from grade.models.token_bias import saved_bias
     from grade.training.checkpoint import last_checkpoint
     from grade.training.fit_bias import extremes
 
     folder = last_checkpoint(run) or run / "adapter"
-    if (values := saved_bias(folder)) is None:
+    values, base = saved_bias(folder)
+    if values is None:
         return
     with contextlib.suppress(OSError, ValueError):
-        tokenizer = AutoTokenizer.from_pretrained(base_of_bias(folder), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
         for name, tokens in zip(("more", "less"), extremes(values, tokenizer), strict=True):
             print(f"\nwritten {name}  {' '.join(map(repr, tokens))}")
 

@@ -69,22 +69,13 @@ def save_verdicts(document: str, rows: Iterable[Sequence[Any]], folder: str | Pa
     Raises:
         InputError: For another verdict than `grade.experiments.claims.Verdict`, or a figure that is not finite.
     """
-    claims = [as_claim(document, *row) for row in rows]
+    claims = []
+    for claim, stated, found, *about, verdict, note in rows:
+        found = found if isinstance(found, str) else float(found)
+        verdict = verdict if isinstance(verdict, str) else ("confirmed" if verdict else "refuted")
+        values = document, claim, stated, found, *about, verdict, note
+        claims.append(Claim.parse(dict(zip(COLUMNS, values, strict=True)), claim))
     write_claims(Path(folder) / "claims.csv", claims)
-    _show_claims(claims)
-
-
-def as_claim(*values: Any) -> Claim:
-    """A claim from a document's number and a row as for `save_verdicts`."""
-    row = dict(zip(COLUMNS, values, strict=True))
-    found, verdict = row["found"], row["verdict"]
-    row["found"] = found if isinstance(found, str) else float(found)
-    row["verdict"] = verdict if isinstance(verdict, str) else ("confirmed" if verdict else "refuted")
-    return Claim.parse(row, row["claim"])
-
-
-def _show_claims(claims: Iterable[Claim]) -> None:
-    """Show claims as a table, with the number of each verdict."""
     table = claims_table(claims)
     with pd.option_context("display.max_colwidth", None, "display.max_rows", None):
         display(table)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from grade.gradients.methods import MethodConfig
-from grade.gradients.objective import GradientStep, Objective, check_finite
+from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.batch import Completions, PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import predicting_hidden
+from grade.models.scoring import kl_and_entropy, predicting_hidden
 
 OWN_RATE = 1e-3
 """AdamW learning rate of what a method trains beside the adapter, such as a value head."""
@@ -71,6 +71,15 @@ class Learner:
         steps = [self.accumulate(each, objective, 1 / context.microbatches) for each in self.sampled(microbatches)]
         context.apply()
         return steps
+
+    @torch.no_grad()
+    def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
+        """Score completions. A method adds ``scale`` times the gradient of the loss along them."""
+        prompts, ids, mask = completions.text
+        reward = self.rewards_of(prompts, ids, mask, objective)
+        kl, entropy = kl_and_entropy(self.backbone, self.hidden(prompts, ids), self.reference(prompts, ids), mask)
+        loss = -(reward - objective.beta * sequence_mean(kl, mask)).nanmean().nan_to_num(0.0)
+        return GradientStep(ids, mask, reward, kl, loss, scores=objective.reward_model.last, entropy=entropy)
 
     def sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         """A completion of each prompt."""

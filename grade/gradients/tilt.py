@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from grade.gradients.objective import Objective
-from grade.models.batch import PromptBatch
+from grade.models.batch import Completions, PromptBatch
 from grade.models.head import EmbeddingTable
 from grade.models.policy import Policy
 
@@ -52,10 +52,11 @@ RESIDUAL = 1e-4
 """Relative residual at which a ridge regression is solved."""
 FOLDS = 5
 """Parts of the data that are predicted from the others."""
+BATCH = 64
+"""Completions whose reward is differentiated at once."""
 
 
-@dataclass(frozen=True)
-class Law:
+class Law(NamedTuple):
     """The best law at one lambda, as n samples per prompt see it."""
 
     reward: float  # mean over prompts
@@ -119,155 +120,128 @@ def efficiency(rewards: Tensor, gain: float, kl: float) -> float:
 
 def _law(rewards: Tensor, excess: Callable[[Law], float], what: str) -> Law:
     """The law at which ``excess``, which rises with lambda, is 0."""
-    nan = Law(*[math.nan] * 4)
+
+    def over(strength: float) -> float:
+        return excess(Law.tilted(rewards, strength))
+
     spread = float((rewards - rewards.mean(1, keepdim=True)).double().std())
-    if spread > 0:
-        low, high = 0.0, 0.1 / spread
-        while excess(Law.tilted(rewards, high)) < 0 and Law.tilted(rewards, high).effective > 1.01 and high < 1e9:
-            low, high = high, 2 * high
-        if excess(Law.tilted(rewards, low)) <= 0 <= excess(Law.tilted(rewards, high)):
-            law = Law.tilted(rewards, brentq(lambda x: excess(Law.tilted(rewards, x)), low, high))
-            if law.effective >= LEAST_EFFECTIVE:
-                return law
+    low, high = 0.0, 0.1 / max(spread, 1e-10)
+    while over(high) < 0 and high < 1e9 and Law.tilted(rewards, high).effective > LEAST_EFFECTIVE:
+        low, high = high, 2 * high
+    if over(low) <= 0 <= over(high):
+        law = Law.tilted(rewards, brentq(over, low, high))
+        if law.effective >= LEAST_EFFECTIVE:
+            return law
     warnings.warn(f"{rewards.shape[1]} samples per prompt cannot tell the limit at {what}", stacklevel=3)
-    return nan
-
-
-@dataclass(frozen=True)
-class TokenValues:
-    """What each token adds to the reward of a completion, and how well that explains rewards not fitted."""
-
-    values: Tensor  # s [V] in units of the reward, float32; 0 for a token that was never seen
-    r2: float  # share of the rewards' variance, the prompt's part removed, explained out of sample
-    slope: float  # factor by which they predict best out of sample, at least 0
-    penalty: float  # the ridge penalty that was chosen
+    return Law(*[math.nan] * 4)
 
 
 def fit_values(
     ids: Tensor, mask: Tensor, rewards: Tensor, vocab: int, prompts: PromptBatch | None = None, group: int = 1
-) -> TokenValues:
+) -> tuple[Tensor, float, float]:
     """Values of tokens by ridge regression of rewards [n] on the counts of tokens in completions [n, T].
 
-    What the prompt explains is no merit of the completion. With ``group`` G > 1, rows are groups of G completions of
-    one prompt, and rewards and counts are taken relative to the group's mean; otherwise counts of the ``prompts``'
-    tokens are further features. The penalty is the one of `PENALTIES` with the best predictions of `FOLDS` parts, of
-    whole groups, from the others; ``r2`` is that of these predictions. Completions without a finite reward count not.
+    What the prompt explains is no merit of the completion. Counts of the ``prompts``' tokens are further features;
+    without ``prompts``, rows are groups of G = ``group`` completions of one prompt, and rewards and counts are taken
+    relative to the group's mean. The penalty is the one of `PENALTIES` with the best predictions of `FOLDS` parts, of
+    whole groups, from the others. Completions without a finite reward count not.
+
+    Returns the values s [V] in units of the reward, float32, 0 for a token that was never seen; R2, the share of the
+    rewards' variance that these predictions explain; and the factor by which they predict best, at least 0.
 
     >>> ids = torch.randint(0, 5, (400, 6), generator=torch.Generator().manual_seed(0))
-    >>> fit = fit_values(ids, torch.ones_like(ids), (ids == 3).sum(1).double(), vocab=5, group=4)
-    >>> [round(x, 1) for x in (fit.values - fit.values.mean()).tolist()], fit.r2 > 0.99
+    >>> values, r2, _ = fit_values(ids, torch.ones_like(ids), (ids == 3).sum(1).double(), vocab=5, group=4)
+    >>> [round(x, 1) for x in (values - values.mean()).tolist()], r2 > 0.99
     ([-0.2, -0.2, -0.2, 0.8, -0.2], True)
     """
     kept, y, groups = _scored(rewards, group)
     design = _counts(ids, mask, vocab)
-    if prompts is not None and group == 1:
-        design = sparse.hstack([design, _counts(prompts.ids, prompts.mask, vocab)], format="csr")
-    design = design[kept]
     fold = (np.random.default_rng(0).permutation(len(rewards) // group) % FOLDS)[groups]
-    if group == 1:
+    if prompts is not None:
+        design = sparse.hstack([design, _counts(prompts.ids, prompts.mask, vocab)], format="csr")
         groups = np.zeros_like(groups)  # all rows are one
+    design = design[kept]
     if len(set(fold)) < FOLDS:
-        return TokenValues(torch.zeros(vocab), 0.0, 0.0, PENALTIES[0])
+        return torch.zeros(vocab), 0.0, 0.0
     # Of each penalty: rewards squared, their product with predictions, these squared.
     sums = np.zeros((len(PENALTIES), 3))
     for number in range(FOLDS):
         inside, found = fold == number, None
-        others, part, rows = design[~inside], design[inside], groups[inside]
+        part, rows = design[inside], groups[inside]
         for i, penalty in enumerate(PENALTIES):
-            found = _ridge(others, y[~inside], groups[~inside], penalty, found)
+            found = _ridge(design[~inside], y[~inside], groups[~inside], penalty, found)
             rest = _centred(y[inside] - part[:, vocab:] @ found[vocab:], rows)
             predicted = _centred(part[:, :vocab] @ found[:vocab], rows)
             sums[i] += rest @ rest, rest @ predicted, predicted @ predicted
     total, product, square = np.maximum(sums, 1e-300).T
     r2 = (2 * sums[:, 1] - square) / total
-    best = int(r2.argmax())
-    values = _ridge(design, y, groups, PENALTIES[best])[:vocab]
-    return TokenValues(
-        torch.from_numpy(values).float(), float(r2[best]), float(product[best] / square[best]), PENALTIES[best]
-    )
+    best = r2.argmax()
+    values = torch.from_numpy(_ridge(design, y, groups, PENALTIES[best])[:vocab])
+    return values.float(), float(r2[best]), float(product[best] / square[best])
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How well values of tokens predict rewards that they were not fitted on, both relative to their group's mean.
+class Agreement(NamedTuple):
+    """How well numbers predict rewards that they were not fitted on, both relative to their group's mean."""
 
-    >>> Agreement(3.0, 9.0, 4.0, 16.0).r2, Agreement(3.0, 9.0, 4.0, 16.0).slope
-    (0.25, 0.3333333333333333)
-    """
-
-    product: float = 0.0  # sum of predictions times rewards
-    predicted: float = 0.0  # sum of predictions squared
-    rewarded: float = 0.0  # sum of rewards squared
-    freedom: float = 0.0  # degrees of freedom: completions with a reward, less their groups
+    r2: float  # share of rewards' variance explained at the best factor, ``sign(r) r^2``; r is their correlation
+    slope: float  # the best factor, at least 0
+    t: float  # standard errors of r above 0, ``r sqrt(f / (1 - r^2))`` with f degrees of freedom
 
     @classmethod
-    def of(cls, values: Tensor, ids: Tensor, mask: Tensor, rewards: Tensor, group: int) -> Agreement:
-        """That of values [V] with completions; other arguments as of `fit_values`."""
+    def of(cls, predicted: Tensor, rewards: Tensor, group: int) -> Agreement:
+        """That of predictions [n] with rewards [n], of which those that are not finite count not, in groups.
+
+        >>> Agreement.of(torch.tensor([-1.0, 1.0, 5.0, 9.0]), torch.tensor([1.0, 2.0, 3.0, 4.0]), 2)[:2]
+        (0.9, 0.3)
+        """
         kept, y, groups = _scored(rewards, group)
-        predicted = (values.double().to(ids.device)[ids] * mask).sum(1).cpu().numpy()[kept]
-        predicted, y = _centred(predicted, groups), _centred(y, groups)
-        sums = predicted @ y, predicted @ predicted, y @ y, len(y) - len(set(groups))
-        return cls(*map(float, sums))
+        x, y = _centred(predicted.double().cpu().numpy()[kept], groups), _centred(y, groups)
+        product, square = float(x @ y), max(float(x @ x), 1e-300)
+        r2 = product**2 / max(square * float(y @ y), 1e-300)
+        freedom = len(y) - len(set(groups))
+        t = (r2 * freedom / max(1 - r2, 1e-300)) ** 0.5
+        return cls(math.copysign(r2, product), max(0.0, product / square), math.copysign(t, product))
 
-    def __add__(self, other: Agreement) -> Agreement:
-        """That of both sets of completions."""
-        return Agreement(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    @property
-    def r2(self) -> float:
-        """Share of rewards' variance explained at the best factor, ``sign(r) r^2``: negative if values oppose it."""
-        return math.copysign(self.product**2, self.product) / max(self.predicted * self.rewarded, 1e-300)
+def predictions(values: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """Sums [n] of values [V] over completions [n, T], in double."""
+    return (values.double().to(ids.device)[ids] * mask).sum(1)
 
-    @property
-    def slope(self) -> float:
-        """The best factor, at least 0."""
-        return max(0.0, self.product / max(self.predicted, 1e-300))
 
-    @property
-    def t(self) -> float:
-        """Standard errors of the correlation r above 0, ``r sqrt(f / (1 - r^2))``, f the degrees of freedom."""
-        return math.copysign((abs(self.r2) * self.freedom / max(1 - abs(self.r2), 1e-300)) ** 0.5, self.product)
+def gradient_values(objective: Objective, policy: Policy, texts: Completions) -> Tensor:
+    """Values of tokens [V] from one gradient of a differentiable reward: ``s(v) = E[v] . g``, in units of the reward.
+
+    g [D] is the reward's gradient in the embeddings of completions, its mean over completions and positions; where
+    rewards read a table of their own, the sum over tables. This is the direction in which straight-through gradients
+    push every logit, averaged, and followed exactly instead of by an adapter. Values are relative to their mean over
+    these positions: a completion has none for its length.
+    """
+    own = [part.reads for part in objective.reward_model.learned if part.reads is not None]
+    tables = [EmbeddingTable(policy.embedding_weight, policy.embedding_scale), *own]
+    found = []  # of each batch, the sums of gradients by table
+    for prompts, ids, mask in texts.batches(BATCH):
+        embeds = [table.embed(ids).detach().requires_grad_() for table in tables]
+        with torch.enable_grad():
+            read = iter(embeds[1:])  # a part's own table is asked for once, in their order
+            value = objective.reward(
+                tables[0].embed(prompts.ids), prompts, embeds[0], mask, lambda _, read=read: next(read)
+            )
+            gradients = torch.autograd.grad(value.sum(), embeds, materialize_grads=True)
+        found.append([(gradient.double() * mask.unsqueeze(-1)).sum((0, 1)) for gradient in gradients])
+    tokens = texts.ids[texts.mask.bool()]
+    share = tokens.bincount(minlength=policy.vocab_size).double() / len(tokens)
+    values = sum(
+        table.weight.double() @ (sum(sums) * table.scale / len(tokens))
+        for table, *sums in zip(tables, *found, strict=True)
+    )
+    return (values - values @ share).float()
 
 
 def _scored(rewards: Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which completions have a reward; these rewards; and the number of the group of each."""
     y = rewards.double().cpu().numpy()
-    kept = np.isfinite(y)
-    return kept, y[kept], np.arange(len(y))[kept] // group
-
-
-def gradient_values(
-    objective: Objective, policy: Policy, batches: Iterable[tuple[PromptBatch, Tensor, Tensor]]
-) -> Tensor:
-    """Values of tokens [V] from one gradient of a differentiable reward: ``s(v) = E[v] . g``, in units of the reward.
-
-    g [D] is the reward's gradient in the embeddings of completions (prompts, ids and mask [B, T] of each batch), its
-    mean over completions and positions; where rewards read a table of their own, the sum over tables. This is the
-    direction in which straight-through gradients push every logit, averaged, and followed exactly instead of by an
-    adapter. Values are relative to their mean over these positions: a completion has none for its length.
-    """
-    table = EmbeddingTable(policy.embedding_weight, policy.embedding_scale)
-    sums: dict[int, tuple[EmbeddingTable, Tensor]] = {}
-    counts = torch.zeros(policy.vocab_size, dtype=torch.float64)
-    for prompts, ids, mask in batches:
-        leaves: dict[int, tuple[EmbeddingTable, Tensor]] = {}
-
-        def embedded(table: EmbeddingTable, ids: Tensor = ids, leaves: dict = leaves) -> Tensor:
-            leaves[id(table)] = table, table.embed(ids).detach().requires_grad_()
-            return leaves[id(table)][1]
-
-        with torch.enable_grad():
-            value = objective.reward(table.embed(prompts.ids), prompts, embedded(table), mask, embedded)
-            tables, embeds = zip(*leaves.values(), strict=True)
-            gradients = torch.autograd.grad(value.sum(), embeds, allow_unused=True)
-        for one, gradient in zip(tables, gradients, strict=True):
-            if gradient is not None:
-                total = (gradient.double() * mask.unsqueeze(-1)).sum((0, 1))
-                sums[id(one)] = one, total + sums.get(id(one), (one, 0.0))[1]
-        counts += ids[mask.bool()].cpu().bincount(minlength=len(counts))
-    share = (counts / counts.sum()).to(policy.device)
-    values = sum(one.weight.double() @ (total * one.scale / counts.sum()) for one, total in sums.values())
-    return (values - values @ share).float()
+    kept = np.flatnonzero(np.isfinite(y))
+    return kept, y[kept], kept // group
 
 
 def _counts(ids: Tensor, mask: Tensor, vocab: int) -> sparse.csr_matrix:

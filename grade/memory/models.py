@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
-from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -62,16 +60,6 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     if vars(config).get("layer_types"):  # where they are computed they have the new number already
         config.layer_types = (list(config.layer_types) * layers)[:layers]
     return config
-
-
-def layer_kinds(config: PretrainedConfig) -> list[tuple]:
-    """What tells each layer from others: its attention, and its tensors, those of a mixture or of a dense layer."""
-    types, tensors = dict(enumerate(getattr(config, "layer_types", None) or ())), defaultdict[int, list](list)
-    with torch.device("meta"):
-        for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters():
-            if place := re.search(r"\.(\d+)\.(.*)", name):
-                tensors[int(place[1])].append((place[2], parameter.shape))
-    return [(types.get(n), *tensors[n]) for n in range(config.num_hidden_layers)]
 
 
 def build_backbone(

@@ -8,16 +8,17 @@ Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: 
 CUDA context, cuBLAS and cuDNN workspaces.
 
 Layers repeat, so live bytes at the same point of the step are linear in the number of repetitions. A deep model is
-traced with few layers (`few_layers`) and each allocation site's peak is extrapolated; the largest is the peak. Tests
+traced with few layers (`_few_layers`) and each allocation site's peak is extrapolated; the largest is the peak. Tests
 compare this with full traces, and those with real steps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -25,12 +26,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from grade.memory.compat import kernels_of
 from grade.memory.meta import NoData
-from grade.memory.models import layer_kinds, model_config, with_layers
+from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES, Category, LiveTracker
 from grade.memory.settings import Device, TracedConfig
 from grade.memory.step import Step, build, make_step, states_of
@@ -111,8 +112,8 @@ def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = F
     """
     start, model = time.perf_counter(), model_config(config.model)
     layers = model.num_hidden_layers
-    numbers = [layers] if all_layers else few_layers(layer_kinds(model))
-    with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
+    numbers = [layers] if all_layers else _few_layers(_layer_kinds(model))
+    with contextlib.nullcontext() if all_layers else _few_passes(config.max_new_tokens):
         trackers = [trace_layers(config, with_layers(model, n), device) for n in numbers]
     return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
 
@@ -163,13 +164,23 @@ def trace_callable(
     return _assemble([tracker], [0], 0, vocab, time.perf_counter() - start)
 
 
-def few_layers(kinds: Sequence[object]) -> list[int]:
+def _layer_kinds(config: PretrainedConfig) -> list[tuple]:
+    """What tells each layer from others: its attention, and its tensors, those of a mixture or of a dense layer."""
+    types, tensors = dict(enumerate(getattr(config, "layer_types", None) or ())), defaultdict[int, list](list)
+    with torch.device("meta"):
+        for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters():
+            if place := re.search(r"\.(\d+)\.(.*)", name):
+                tensors[int(place[1])].append((place[2], parameter.shape))
+    return [(types.get(n), *tensors[n]) for n in range(config.num_hidden_layers)]
+
+
+def _few_layers(kinds: Sequence[object]) -> list[int]:
     """Numbers of layers to trace of a model whose layers are of these kinds; all where that is no less to trace.
 
     From some layer on kinds repeat. The first number has two periods, as gradients may end within the one before; the
     second has one more.
 
-    >>> few_layers("AAAAAA"), few_layers("DAAAAAA"), few_layers("SFSFSFSFSF"), few_layers("SFFSFSSF")
+    >>> _few_layers("AAAAAA"), _few_layers("DAAAAAA"), _few_layers("SFSFSFSFSF"), _few_layers("SFFSFSSF")
     ([2, 3], [3, 4], [4, 6], [8])
     """
     layers = len(kinds)
@@ -232,7 +243,7 @@ def _to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def few_passes(new_tokens: int) -> Iterator[None]:
+def _few_passes(new_tokens: int) -> Iterator[None]:
     """Within this context a decoder runs the model for the first two and the last two of T tokens that it is fed.
 
     Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates

@@ -298,7 +298,7 @@ class Backbone(FrozenBase):
 
     def saved_bias(self, folder: str | Path) -> Tensor | None:
         """A token bias that was saved for this base [V], if the folder has one, on this device and in its type."""
-        values = saved_bias(folder, len(self.ref_head.weight))
+        values, _ = saved_bias(folder, len(self.ref_head.weight))
         if values is None:
             return None
         check_base(self.model, folder)

@@ -83,3 +83,7 @@ class Completions(Rows):
     def text(self) -> tuple[PromptBatch, Tensor, Tensor]:
         """Prompts, ids, mask."""
         return self.prompts, self.ids, self.mask
+
+    def batches(self, size: int) -> list[tuple[PromptBatch, Tensor, Tensor]]:
+        """Prompts, ids, mask of ``size`` completions at a time."""
+        return [self[start : start + size].text for start in range(0, len(self), size)]

@@ -60,18 +60,15 @@ class TokenBias(nn.Module):
             save_file({_NAME: self.values.detach().cpu().contiguous()}, new, {_BASE: base})
 
 
-def saved_bias(folder: str | Path, vocab: int | None = None) -> Tensor | None:
-    """The saved values [V], if the folder has any; an `InputError` if they are not V = ``vocab``; None: any number."""
+def saved_bias(folder: str | Path, vocab: int | None = None) -> tuple[Tensor | None, str]:
+    """The saved values [V], None if the folder has none, and the name of the base that they were made for.
+
+    `InputError` if they are not V = ``vocab``; None: any number.
+    """
     if not (file := Path(folder) / BIAS_FILE).is_file():
-        return None
+        return None, ""
     with safe_open(file, "pt") as saved:
-        values = saved.get_tensor(_NAME)
+        values, about = saved.get_tensor(_NAME), saved.metadata() or {}
     if vocab is not None and values.shape != (vocab,):
         raise InputError("token_bias", list(values.shape), f"[{vocab}] numbers, as the head has tokens ({file})")
-    return values
-
-
-def base_of_bias(folder: str | Path) -> str:
-    """The name of the base that a saved bias was made for."""
-    with safe_open(Path(folder) / BIAS_FILE, "pt") as saved:
-        return (saved.metadata() or {}).get(_BASE, "")
+    return values, about.get(_BASE, "")

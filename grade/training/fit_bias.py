@@ -15,6 +15,7 @@ along completions of the biased policy. Left out: several processes.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from grade.data.texts import read_texts, sample_texts, score_texts
 from grade.gradients.objective import Objective
-from grade.gradients.tilt import Agreement, Law, fit_values, gradient_values, limit_at
+from grade.gradients.tilt import Agreement, Law, fit_values, gradient_values, limit_at, predictions
 from grade.models.backbone import Backbone
-from grade.models.batch import Completions, PromptBatch
+from grade.models.batch import PromptBatch
 from grade.models.head import Head, chunk_rows
 from grade.models.prompts import encode_examples
 from grade.models.scoring import predicting_hidden, sequence_kl
@@ -40,17 +41,17 @@ from grade.stats import Estimate
 from grade.training.config import GradeConfig
 from grade.training.kl_budget import LAST_TOLERANCE, BatchKL, set_length
 
-REFERENCE, GRADIENT = "reference", "gradient"
 TARGET_KL = 5.0
 """Nats per completion, where neither an argument nor the settings say how many."""
 PROMPTS, GROUP = 8, 64
 """Prompts, and completions of the reference for each: with 64 the limit is known up to about 1 nat."""
 AVERAGED = 128
 """Completions whose gradients are averaged, of the ``PROMPTS * GROUP``."""
-OWN = (64, 64, 128)
-"""Fresh completions of the biased policy in each round. The length is set along the first ones, and along each of the
-next if KL is off by more than `CLOSE`; the last measure alone."""
-CLOSE = 0.03
+OWN, LAST = 64, 128
+"""The length is set along `OWN` completions of the reference, then along as many of the biased policy, and again; what
+it has come to is measured along `LAST` others."""
+TOLERANCES = (0.03, LAST_TOLERANCE, LAST_TOLERANCE)
+"""Relative errors in KL at which these lengths are found."""
 LENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 """Lengths of the bias that are predicted, as shares of the one that is found."""
 LIMITS = (0.25, 0.5, 1.0, 2.0)
@@ -84,11 +85,11 @@ class BiasFit:
 
     def numbers(self) -> dict[str, Any]:
         """All but the values, as JSON, with the `summary`."""
-        estimates = {name: getattr(self, name) for name in ("kl", "before", "gain")}
-        flat = {name: value for name, value in vars(self).items() if name not in ("values", "limit", *estimates)}
-        for name, estimate in estimates.items():
-            flat |= estimate.metrics(name)
-        return flat | {"limit": [asdict(law) for law in self.limit], "summary": self.summary().splitlines()}
+        found = asdict(self) | {"limit": [law._asdict() for law in self.limit], "summary": self.summary().splitlines()}
+        del found["values"]
+        for name in ("kl", "before", "gain"):
+            found |= getattr(self, name).metrics(name)
+        return found
 
     def summary(self) -> str:
         """A few lines for people."""
@@ -106,6 +107,7 @@ class BiasFit:
         ])  # fmt: skip
 
 
+@torch.no_grad()
 def fit_bias(
     policy: Backbone,
     reward: Any,
@@ -142,79 +144,65 @@ def fit_bias(
     policy, target = policy.view(None, config.temperature), target_kl or config.target_kl or TARGET_KL
     policy.set_reference(policy.policy_values())
     rewards = make_rewards(reward, policy, config.reward_weights, None, config.reward_scope)
-    objective = Objective(rewards, 0.0, config.reward_scope)
+    objective = Objective(rewards, scope=config.reward_scope)
     most, least = config.max_completion_length, config.min_completion_length
     order = itertools.cycle(np.random.default_rng(config.seed).permutation(len(prompts)).tolist())
     generator = torch.Generator(policy.device).manual_seed(config.seed)
-
-    def encode(rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
-        return encode_examples(policy.tokenizer, rows, **config.reading)
+    encode = partial(encode_examples, policy.tokenizer, **config.reading)
+    sampled = partial(sample_texts, backbone=policy, completion_tokens=most, generator=generator, min_new_tokens=least)
 
     def drawn(number: int) -> PromptBatch:
         rows = [prompts[i] for i in itertools.islice(order, number)]
         return encode([{"prompt": row} if isinstance(row, str) else row for row in rows])
 
-    sampled = partial(sample_texts, backbone=policy, completion_tokens=most, generator=generator, min_new_tokens=least)
-
     if texts is None:
-        texts = GRADIENT if all(part.differentiable for part in rewards.learned) else REFERENCE
-    named = isinstance(texts, str) and re.fullmatch(rf"({REFERENCE}|{GRADIENT})(?::([1-9]\d*))?", texts)
+        texts = "gradient" if all(part.differentiable for part in rewards.learned) else "reference"
+    named = isinstance(texts, str) and re.fullmatch(r"(reference|gradient)(?::([1-9]\d*))?", texts)
     source, number = named.groups() if named else ("texts", None)
+    if source == "gradient":
+        objective.require_gradient("texts: gradient")
+    groups = max(PROMPTS, math.ceil(int(number or 1) / GROUP))
     with policy.reference():
-        asked = max(PROMPTS, -(-int(number or 1) // GROUP)) if source == REFERENCE else PROMPTS
-        used = judged = sampled(drawn(asked).repeat(GROUP), rewards=rewards)
-    told, vocab = (judged.ids, judged.mask, judged.rewards), policy.vocab_size
-    if source == REFERENCE:
-        found = fit_values(*told, vocab, group=GROUP)
-        values = found.values
+        used = judged = sampled(drawn(groups).repeat(GROUP), rewards=rewards)
+    if source == "reference":
+        values, r2, slope = fit_values(judged.ids, judged.mask, judged.rewards, policy.vocab_size, group=GROUP)
     else:
-        if source == GRADIENT:
-            objective.require_gradient("texts: gradient")
-            most_used = int(number or AVERAGED)
-            used = judged[:: max(1, len(judged) // most_used)][:most_used]
-            values = gradient_values(objective, policy, _batches(used))
+        if source == "gradient":
+            number = int(number or AVERAGED)
+            used = judged[:: max(1, len(judged) // number)][:number]
+            values = gradient_values(objective, policy, used)
         else:
             longest = config.max_prompt_length or judged.prompts.ids.shape[1]
-            rows = read_texts(texts, policy.tokenizer, longest, most)
+            rows = list(read_texts(texts, policy.tokenizer, longest, most))
             used = score_texts(rows, policy, rewards, completion_tokens=most, encode=encode)
-            values = fit_values(used.ids, used.mask, used.rewards, vocab, used.prompts).values
-        found = Agreement.of(values, *told, GROUP)
+            values, *_ = fit_values(used.ids, used.mask, used.rewards, policy.vocab_size, used.prompts)
+        r2, slope, _ = Agreement.of(predictions(values, judged.ids, judged.mask), judged.rewards, GROUP)
     values = values.to(policy.device)
 
-    few = judged[:: len(judged) // OWN[0]]
+    few = judged[:: len(judged) // OWN]
     if policy.token_bias is None:
-        policy.set_token_bias(torch.zeros(vocab))
-    set_length(policy, BatchKL(policy, _batches(few), least), values, target, CLOSE)
-    for size in OWN[:-1]:
-        batch = BatchKL(policy, _batches(sampled(drawn(size), rewards=None)), least)
-        if abs(batch.start / target - 1) > CLOSE or size == OWN[0]:
-            set_length(policy, batch, values, target, LAST_TOLERANCE)
-    asked = drawn(OWN[-1])
+        policy.set_token_bias(torch.zeros(policy.vocab_size))
+    for number, tolerance in enumerate(TOLERANCES):
+        along = sampled(drawn(OWN), rewards=None) if number else few
+        length, _ = set_length(policy, BatchKL(policy, along.batches(GROUP), least), values, target, tolerance)
+    asked = drawn(LAST)
     after = sampled(asked, rewards=rewards)
     with policy.reference():
         before = sampled(asked, rewards=rewards).rewards
-    kl = Estimate.of(torch.cat([sequence_kl(policy, *each).sum(1) for each in _batches(after)]))
-    gain = after.rewards - before
-
-    with torch.no_grad(), policy.reference():
         hidden = predicting_hidden(policy, few.prompts, few.ids)[few.mask.bool()]
-    added = policy.token_bias - policy.reference_bias()
-    length = float(added.norm() / values.norm().clamp(min=1e-30))
+    kl = torch.cat([sequence_kl(policy, *each).sum(1) for each in after.batches(GROUP)])
+    gain = after.rewards - before
     predicted = tilted(policy.ref_head, hidden, values, [length * share for share in LENGTHS]) / len(few)
-    frontier = [{"kl": kl, "gain": found.slope * gain} for kl, gain in predicted.tolist()]
-    seen = judged.ids[judged.mask.bool()].bincount(minlength=vocab) > 0
+    seen = judged.ids[judged.mask.bool()].bincount(minlength=len(values)) > 0
     return BiasFit(
-        values, source, len(used), found.r2, frontier, _limits(judged.rewards.view(-1, GROUP)), target, kl,
-        Estimate.of(before[before.isfinite()]), Estimate.of(gain[gain.isfinite()]),
+        values, source, len(used), r2,
+        [{"kl": kl, "gain": slope * gain} for kl, gain in predicted.tolist()],
+        _limits(judged.rewards.view(-1, GROUP)), target, Estimate.of(kl),
+        *(Estimate.of(values[values.isfinite()]) for values in (before, gain)),
         *extremes(values * seen, policy.tokenizer),
     )  # fmt: skip
 
 
-def _batches(texts: Completions) -> list[tuple[PromptBatch, Tensor, Tensor]]:
-    return [texts[start : start + GROUP].text for start in range(0, len(texts), GROUP)]
-
-
-@torch.no_grad()
 def tilted(head: Head, hidden: Tensor, values: Tensor, lengths: Sequence[float]) -> Tensor:
     """KL of biases ``c s``, and how much ``E[s]`` they gain, summed over hidden states [N, D]; [C, 2], float64.
 
@@ -224,33 +212,33 @@ def tilted(head: Head, hidden: Tensor, values: Tensor, lengths: Sequence[float])
     total = torch.zeros(len(lengths), 2, dtype=torch.float64)
     for rows in hidden.split(chunk_rows(len(values), len(hidden))):
         logits = head(rows)
-        s, norm = values.to(logits), logits.logsumexp(-1)
+        s = values.to(logits)
         mean = logits.softmax(-1) @ s
         for i, length in enumerate(lengths):
             k = length / head.temperature
             biased = logits + k * s
             expected = biased.softmax(-1) @ s
-            kl = k * expected - biased.logsumexp(-1) + norm
-            total[i] += torch.stack([kl.sum(), (expected - mean).sum()]).double().cpu()
+            kl = k * expected - biased.logsumexp(-1) + logits.logsumexp(-1)
+            total[i] += torch.stack([kl.sum(), (expected - mean).sum()]).to(total)
     return total
 
 
 def _limits(rewards: Tensor) -> list[Law]:
     """The limit at `LIMITS` of rewards [prompts, n] relative to their prompt's mean, as far as n can tell."""
     complete = rewards[rewards.isfinite().all(1)]
-    complete = complete - complete.mean(1, keepdim=True)
-    if not len(complete):
-        return []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*cannot tell the limit")
-        laws = [limit_at(complete, kl) for kl in LIMITS]
-    return [law for law in laws if np.isfinite(law.reward)]
+        warnings.simplefilter("ignore")
+        laws = [limit_at(complete - complete.mean(1, keepdim=True), kl) for kl in LIMITS]
+    return [law for law in laws if law.kl > 0]
 
 
-def extremes(values: Tensor, tokenizer: Any, number: int = 10) -> tuple[list[str], list[str]]:
-    """Texts of the tokens with the largest values [V], and of those with the smallest, from the end on."""
+def extremes(values: Tensor, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Texts of the ten tokens with the largest values [V], and of those with the smallest, from the end on."""
+
+    def text(token: int) -> str:
+        # Of a part of a letter the text is a replacement character, and the token's name says more.
+        decoded = tokenizer.decode([token])
+        return tokenizer.convert_ids_to_tokens(token) if "\ufffd" in decoded else decoded
+
     order = values.argsort().tolist()
-    # Of a part of a letter the text is a replacement character, and the token's name says more.
-    texts = {i: tokenizer.decode([i]) for i in (*order[-number:], *order[:number])}
-    texts |= {i: tokenizer.convert_ids_to_tokens(i) for i, text in texts.items() if "\ufffd" in text}
-    return [texts[i] for i in order[: -number - 1 : -1]], [texts[i] for i in order[:number]]
+    return [text(token) for token in order[:-11:-1]], [text(token) for token in order[:10]]

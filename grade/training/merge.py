@@ -23,7 +23,7 @@ from grade.files import read_json, write_json
 from grade.models.adapter import ADAPTER_FILES, check_base, has_lora, load_adapter
 from grade.models.backbone import DTYPES
 from grade.models.base import head_of
-from grade.models.token_bias import BIAS_FILE, base_of_bias, saved_bias
+from grade.models.token_bias import BIAS_FILE, saved_bias
 
 LOGIT_BIAS_FILE = "logit_bias.json"
 LOGIT_BIASES = 300
@@ -53,7 +53,7 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> _
     if adapter is None:
         raise InputError("RUN", str(source), "the folder of a finished run, of an adapter or of a checkpoint")
     lora = has_lora(adapter)
-    base = read_json(adapter / ADAPTER_FILES[0])["base_model_name_or_path"] if lora else base_of_bias(adapter)
+    base = read_json(adapter / ADAPTER_FILES[0])["base_model_name_or_path"] if lora else saved_bias(adapter)[1]
     if not base:
         file = ADAPTER_FILES[0] if lora else BIAS_FILE
         raise InputError("base_model_name_or_path", base, f"a base that {file} names")
@@ -63,7 +63,7 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> _
     kind = model.dtype if dtype is None else DTYPES[dtype]
     if model.dtype != torch.float64:
         model.float()
-    values = saved_bias(adapter, len(model.get_output_embeddings().weight))
+    values, _ = saved_bias(adapter, len(model.get_output_embeddings().weight))
     check_base(model, adapter)
     if lora:
         model = load_adapter(model.eval(), adapter).merge_and_unload()

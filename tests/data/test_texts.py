@@ -8,6 +8,7 @@ from datasets import Dataset
 from grade.data import texts as module
 from grade.data.texts import read_texts, sample_texts, score_texts
 from grade.errors import InputError
+from grade.models.batch import PromptBatch
 from grade.models.prompts import encode_examples
 from grade.rewards.rewards import make_rewards
 from grade.training.toy import toy_task
@@ -32,7 +33,7 @@ def right(completions, answer, **_):
 
 
 def score(task, reward=letters, rows=ROWS):
-    encode, rows = encoder(task.backbone), read_texts(rows, task.backbone.tokenizer, P, T)
+    encode, rows = encoder(task.backbone), list(read_texts(rows, task.backbone.tokenizer, P, T))
     rewards = make_rewards(reward, task.backbone)
     return score_texts(rows, task.backbone, rewards, completion_tokens=T, encode=encode)
 
@@ -71,19 +72,28 @@ def test_whole_texts_are_cut_into_windows(task):
     tokenizer, end = task.backbone.tokenizer, task.backbone.tokenizer.eos_token_id
     ids = tokenizer(" ".join(task.train_prompts[:6]), add_special_tokens=False)["input_ids"]
     texts = [tokenizer.decode(ids[: 2 * P + T + left]) for left in range(1, T + 1)]
-    rows = read_texts(Dataset.from_list([{"text": t, "label": n} for n, t in enumerate(texts)]), tokenizer, P, T)
+    data = Dataset.from_list([{"text": t, "label": n} for n, t in enumerate(texts)])
+    rows = list(read_texts(data, tokenizer, P, T))
+    scored = score(task, rows=data)
+    completions = PromptBatch(scored.ids, scored.mask).rows()
     for number, text in enumerate(texts):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         starts = [s for s in range(0, len(ids), P + T) if len(ids) - s >= P + 2]
-        own = [row for row in rows if row["label"] == number]
+        numbers = [i for i, row in enumerate(rows) if row["label"] == number]
+        own = [rows[i] for i in numbers]
         assert [tokenizer.decode(ids[s : s + P]) for s in starts] == [row["prompt"] for row in own]
         wanted = [ids[s + P : s + P + T] for s in starts]
         wanted[-1] += [end] * (len(wanted[-1]) < T)
         assert (end in wanted[-1]) == (number in range(1, T - 1))
-        assert [row["completion_ids"] for row in own] == wanted
-    assert len(read_texts([{"text": t} for t in texts], tokenizer, P, T, limit=9)) == 9
-    accents = read_texts([{"text": "é ü ß " * 60}], tokenizer, 3, 2)  # letters are cut in two
+        assert [completions[i] for i in numbers] == wanted
+    accents = list(read_texts([{"text": "é ü ß " * 60}], tokenizer, 3, 2))  # letters are cut in two
     assert encode_examples(tokenizer, accents, 3).ids.shape == (len(accents), 3)
+
+
+def test_a_windows_prompt_has_room_for_what_the_tokenizer_puts_first():
+    tokenizer = abc_tokenizer("<s> $A")
+    rows = list(read_texts([{"text": "a b c " * 20}], tokenizer, 4, 2))
+    assert len(rows) == 12 and encode_examples(tokenizer, rows, 4).ids.shape == (12, 4)
 
 
 def test_sampled_texts_are_completions_of_the_policy_and_of_the_reference_within(task):

@@ -2,14 +2,15 @@
 
 import itertools
 import math
-from dataclasses import astuple
 
 import numpy as np
 import pytest
 import torch
 
+from grade.gradients import tilt
 from grade.gradients.objective import Objective
 from grade.gradients.tilt import (
+    PENALTIES,
     Agreement,
     Law,
     efficiency,
@@ -17,9 +18,12 @@ from grade.gradients.tilt import (
     gradient_values,
     limit_at,
     limit_for,
+    predictions,
 )
-from grade.models.batch import PromptBatch
+from grade.models.batch import Completions, PromptBatch
+from grade.models.head import EmbeddingTable
 from grade.rewards.base import EmbeddingReward
+from grade.rewards.rewards import Rewards
 from grade.training.toy import toy_task
 
 
@@ -98,20 +102,22 @@ def test_values_are_found_and_what_the_prompt_explains_is_no_merit(how):
     of_prompt = (5 * easy[prompts[0]] * prompts[1]).sum(1)
     of_tokens = (true[ids] * mask).sum(1)
     noise = torch.randn(len(ids), generator=torch.Generator().manual_seed(3), dtype=torch.float64) * of_tokens.std()
-    group = 4 if how == "groups" else 1
-    fit = fit_values(ids, mask, of_prompt + of_tokens, 12, PromptBatch(*prompts), group)
-    assert fit.r2 > 0.97 and torch.allclose(fit.values.double(), true, atol=0.1)
-    noisy = fit_values(ids, mask, of_prompt + of_tokens + noise, 12, PromptBatch(*prompts), group)
-    assert 0.4 < noisy.r2 < 0.55  # half of the variance is the tokens'
-    assert Agreement.of(fit.values, ids, mask, of_prompt + of_tokens, 4).r2 > 0.97 or how == "prompts"
+    options = {"group": 4} if how == "groups" else {"prompts": PromptBatch(*prompts)}
+    values, r2, _ = fit_values(ids, mask, of_prompt + of_tokens, 12, **options)
+    assert r2 > 0.97 and torch.allclose(values.double(), true, atol=0.1)
+    _, noisy, _ = fit_values(ids, mask, of_prompt + of_tokens + noise, 12, **options)
+    assert 0.4 < noisy < 0.55  # half of the variance is the tokens'
+    if how == "groups":
+        assert Agreement.of(predictions(values, ids, mask), of_prompt + of_tokens, 4).r2 > 0.97
 
 
 @pytest.mark.parametrize("how", ["groups", "prompts"])
 def test_values_are_the_solution_of_the_ridge_regression(how):
     ids, mask, true = completions(60)
-    prompts, group = completions(60, seed=1)[:2], 4 if how == "groups" else 1
+    prompts = completions(60, seed=1)[:2]
     y = (true[ids] * mask).sum(1) + torch.randn(60, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    fit = fit_values(ids, mask, y, 12, PromptBatch(*prompts), group)
+    options = {"group": 4} if how == "groups" else {"prompts": PromptBatch(*prompts)}
+    values, *_ = fit_values(ids, mask, y, 12, **options)
     design = torch.stack([torch.bincount(i[m.bool()], minlength=12) for i, m in zip(ids, mask, strict=True)]).double()
     if how == "prompts":
         others = [torch.bincount(i[m.bool()], minlength=12) for i, m in zip(*prompts, strict=True)]
@@ -119,15 +125,17 @@ def test_values_are_the_solution_of_the_ridge_regression(how):
     parts = 15 if how == "groups" else 1
     x, z = (each - each.mean(1, keepdim=True) for each in (design.view(parts, -1, design.shape[1]), y.view(parts, -1)))
     x, z = x.flatten(0, 1), z.flatten()
-    exact = torch.linalg.solve(x.T @ x + fit.penalty * torch.eye(x.shape[1], dtype=x.dtype), x.T @ z)[:12]
-    assert (fit.values - exact).norm() < 1e-3 * exact.norm()
+    unit = torch.eye(x.shape[1], dtype=x.dtype)
+    exact = [torch.linalg.solve(x.T @ x + penalty * unit, x.T @ z)[:12] for penalty in PENALTIES]
+    assert sum(bool((values - one).norm() < 1e-3 * one.norm()) for one in exact) == 1
 
 
 def test_noise_is_not_explained_although_groups_share_their_mean():
     ids, mask, _ = completions(160)
     noise = torch.randn(160, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    fit = fit_values(ids, mask, noise, 12, group=4)
-    assert fit.r2 < 0.05 and Agreement.of(fit.values, *completions(160, seed=5)[:2], noise, 4).r2 < 0.1
+    values, r2, _ = fit_values(ids, mask, noise, 12, group=4)
+    assert r2 < 0.05
+    assert Agreement.of(predictions(values, *completions(160, seed=5)[:2]), noise, 4).r2 < 0.1
 
 
 def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group_do():
@@ -137,39 +145,44 @@ def test_completions_without_a_reward_do_not_count_and_the_others_of_their_group
     missing = values.clone()
     missing[::4] = torch.nan
     kept = torch.arange(800) % 4 > 0
-    fit = fit_values(ids, mask, missing, 12, group=4)
-    other = fit_values(ids[kept], mask[kept], values[kept], 12, group=3)
-    assert torch.equal(fit.values, other.values) and fit.r2 == other.r2 > 0.97
-    found = Agreement.of(fit.values, ids, mask, missing, 4)
-    assert found == Agreement.of(fit.values, ids[kept], mask[kept], values[kept], 3) and found.freedom == 400
-    alone = Agreement.of(fit.values, ids, mask, missing.index_fill(0, torch.tensor([1, 2]), torch.nan), 4)
-    assert alone.freedom == 398  # a completion alone says nothing
+    found, r2, slope = fit_values(ids, mask, missing, 12, group=4)
+    same = fit_values(ids[kept], mask[kept], values[kept], 12, group=3)
+    assert torch.equal(found, same[0]) and (r2, slope) == same[1:] and r2 > 0.97
+    predicted = predictions(found, ids, mask)
+    # r = 1 but for the penalty: noise, so that t is not that of rounding
+    predicted = predicted + torch.randn(800, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    found = Agreement.of(predicted, missing, 4)
+    assert found == Agreement.of(predicted[kept], values[kept], 3)
+    freedom = lambda found: found.t**2 * (1 - found.r2) / found.r2  # noqa: E731
+    assert freedom(found) == pytest.approx(400)
+    alone = Agreement.of(predicted, missing.index_fill(0, torch.tensor([1, 2]), torch.nan), 4)
+    assert freedom(alone) == pytest.approx(398)  # a completion alone says nothing
 
 
-def test_agreement_is_the_correlation_and_adds_up_over_completions():
+def test_agreement_is_the_correlation():
     ids, mask, true = completions()
     y = (true[ids] * mask).sum(1) + 3 * torch.randn(
         800, generator=torch.Generator().manual_seed(7), dtype=torch.float64
     )
-    whole = Agreement.of(true, ids, mask, y, 800)
-    predicted = (true[ids] * mask).sum(1)
+    predicted = predictions(true, ids, mask)
+    assert torch.equal(predicted, (true[ids] * mask).sum(1))
+    whole = Agreement.of(predicted, y, 800)
     r = float(torch.corrcoef(torch.stack([predicted, y]))[0, 1])
     assert whole.r2 == pytest.approx(r**2) and whole.t == pytest.approx(r * (799 / (1 - r**2)) ** 0.5)
     assert whole.slope == pytest.approx(float(torch.cov(torch.stack([predicted, y]))[0, 1] / predicted.var()))
-    opposed = Agreement.of(-true, ids, mask, y, 800)
-    assert (opposed.r2, opposed.t, opposed.slope) == (-whole.r2, -whole.t, 0.0)
-    halves = [Agreement.of(true, ids[rows], mask[rows], y[rows], 4) for rows in (slice(400), slice(400, 800))]
-    assert astuple(halves[0] + halves[1]) == pytest.approx(astuple(Agreement.of(true, ids, mask, y, 4)))
+    assert Agreement.of(-predicted, y, 800) == (-whole.r2, 0.0, -whole.t)
+    nothing = torch.zeros(0)
+    assert Agreement.of(nothing, nothing, 4) == (0.0, 0.0, 0.0)
 
 
 def test_too_few_completions_give_no_values():
     ids, mask, _ = completions(8)
-    fit = fit_values(ids, mask, torch.randn(8), 12, group=4)
-    assert fit.r2 == 0 and not fit.values.any()
+    values, r2, _ = fit_values(ids, mask, torch.randn(8), 12, group=4)
+    assert r2 == 0 and not values.any()
 
 
 @pytest.mark.parametrize("scope", ["completion", "prompt_and_completion"])
-def test_the_gradient_of_a_reward_linear_in_embeddings_gives_its_values(scope):
+def test_the_gradient_of_a_reward_linear_in_embeddings_gives_its_values(scope, monkeypatch):
     policy = toy_task().backbone
     weight = torch.randn(policy.embedding_weight.shape[1], generator=torch.Generator().manual_seed(0))
     reward = EmbeddingReward(lambda embeds, mask: ((embeds @ weight) * mask).sum(1), scope=scope)
@@ -177,8 +190,21 @@ def test_the_gradient_of_a_reward_linear_in_embeddings_gives_its_values(scope):
     mask = torch.ones_like(ids)
     mask[0, 3:] = 0
     prompts = PromptBatch(ids[:, :2], torch.ones_like(ids[:, :2]))
-    values = gradient_values(
-        Objective(reward, 0.0, scope), policy, [(prompts[:4], ids[:4], mask[:4]), (prompts[4:], ids[4:], mask[4:])]
-    )
+    monkeypatch.setattr(tilt, "BATCH", 4)
+    values = gradient_values(Objective(reward, 0.0, scope), policy, Completions(prompts, ids, mask))
     true = policy.embed(torch.arange(policy.vocab_size)) @ weight
     assert torch.allclose(values, true - true[ids[mask.bool()]].mean(), atol=1e-5)
+
+
+def test_values_of_rewards_that_read_tables_of_their_own_add_up():
+    policy, noise = toy_task().backbone, torch.Generator().manual_seed(0)
+    one, two = (EmbeddingTable(torch.randn(policy.vocab_size, 3, generator=noise), 2.0) for _ in range(2))
+    weights = torch.randn(4, 3, generator=noise)
+    parts = [EmbeddingReward(lambda embeds, mask, w=w: ((embeds @ w) * mask).sum(1), "completion", reads=table)
+             for w, table in zip(weights, (one, two, one, two), strict=True)]  # fmt: skip
+    ids = torch.randint(0, policy.vocab_size, (6, 5), generator=noise)
+    prompts = PromptBatch(ids[:, :2], torch.ones_like(ids[:, :2]))
+    objective = Objective(Rewards(parts, [1.0, 2.0, 3.0, 0.0], "completion"), scope="completion")
+    values = gradient_values(objective, policy, Completions(prompts, ids, torch.ones_like(ids)))
+    true = 2.0 * (one.weight @ (weights[0] + 3 * weights[2]) + two.weight @ (2 * weights[1]))
+    assert torch.allclose(values, true - true[ids].mean(), atol=1e-4)
