@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import perturb_adapter
 from datasets import Dataset
+from models.test_prompts import abc_tokenizer
 
 from grade.data import texts as module
 from grade.data.texts import read_texts, sample_texts, score_texts
