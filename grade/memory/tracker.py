@@ -161,7 +161,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-class Facts(NamedTuple):
+class _Facts(NamedTuple):
     """What does not depend on the call of an operator."""
 
     func: OpOverload  # held, so that no other has its id
@@ -172,10 +172,10 @@ class Facts(NamedTuple):
     operations: Callable[..., int] | None  # torch's formula
 
 
-_FACTS: dict[int, Facts] = {}  # by id: hashing an operator runs code in Python
+_FACTS: dict[int, _Facts] = {}  # by id: hashing an operator runs code in Python
 
 
-def facts(func: OpOverload) -> Facts:
+def facts(func: OpOverload) -> _Facts:
     """What is known of an operator."""
     found = _FACTS.get(id(func))
     if found is None:
@@ -186,6 +186,6 @@ def facts(func: OpOverload) -> Facts:
         # What torch composes of other operators, such as ``reshape``, may copy. In inference mode it comes as it is.
         views = views and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         packet = func.overloadpacket
-        found = Facts(func, packet.__name__, writes, views, introduces, flop_registry.get(packet))
+        found = _Facts(func, packet.__name__, writes, views, introduces, flop_registry.get(packet))
         _FACTS[id(func)] = found
     return found

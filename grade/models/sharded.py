@@ -46,7 +46,7 @@ _STAYS_SHARDED = (_aten.detach.default, _aten.alias.default)
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
-class RowShards:
+class _RowShards:
     """This process's ceil(V / W) rows of a table [V, D], on the last process also padding; all of them while needed.
 
     The whole table, which each process of the group has, is not kept.
@@ -84,11 +84,11 @@ class RowShards:
 class ShardedTable(Tensor):
     """A frozen matrix, or its transpose, whose rows lie on several processes; operators read it as if all were here."""
 
-    parts: RowShards
+    parts: _RowShards
     _transposed: bool
 
     @staticmethod
-    def __new__(cls, shards: RowShards, transposed: bool = False) -> ShardedTable:  # noqa: D102
+    def __new__(cls, shards: _RowShards, transposed: bool = False) -> ShardedTable:  # noqa: D102
         size = shards.shape[::-1] if transposed else shards.shape
         self = Tensor._make_wrapper_subclass(cls, size, dtype=shards.rows.dtype, device=shards.rows.device)
         self.parts, self._transposed = shards, transposed
@@ -158,7 +158,7 @@ def _shard_base(model: PreTrainedModel, device: torch.device) -> dist.ProcessGro
         p.data = p.data.to(device)
         dist.broadcast(p.data, src=0, group=group)
     weights = {id(table.weight): table.weight.data for table in tables}  # one, if they are tied
-    sharded = {key: nn.Parameter(ShardedTable(RowShards(data, group, device)), False) for key, data in weights.items()}
+    sharded = {key: nn.Parameter(ShardedTable(_RowShards(data, group, device)), False) for key, data in weights.items()}
     for table in tables:
         table.weight = sharded[id(table.weight)]
     ignored = {*sharded.values(), *adapter}

@@ -64,7 +64,7 @@ def classifier_reward(
     if model.base_model is model:
         raise InputError("reward", type(model).__name__, "a model with labels, as AutoModelForSequenceClassification's")
     name = source.rstrip("/").split("/")[-1] or type(model).__name__
-    reward = TextClassifier(model, tokenizer or load_tokenizer(source), label, scope, name)
+    reward = TextClassifier(model, tokenizer or _load_tokenizer(source), label, scope, name)
     try:
         return EmbeddedClassifier(model, reward.tokenizer, backbone, label, scope, name)
     except InputError as error:  # another vocabulary, or embeddings that it reads unlike ids
@@ -286,7 +286,7 @@ def load_classifier(source: str) -> PreTrainedModel:
     return model
 
 
-def load_tokenizer(source: str) -> Any:
+def _load_tokenizer(source: str) -> Any:
     """The tokenizer of a classifier."""
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False) if source else ()
     if not source or len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' of a folder without its files
