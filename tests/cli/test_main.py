@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import save_toy_files
 from peft import AutoPeftModelForCausalLM, PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grade.cli.main import main
