@@ -184,6 +184,7 @@ FIGURES = [
     ("README.md", "has a reward of {}; refitted", "full/limit", "reward_at_5/tiny_gold/tilt", ".2f"),
     ("README.md", "own 1,280 completions {}; `rloo`", "full/limit", "reward_at_5/tiny_gold/tilt_own", ".2f"),
     ("README.md", "after as many, {} (", "full/limit", "reward_at_5/tiny_gold/rloo", ".2f"),
+    ("README.md", "after ten times as many {} (one)", "full/limit", "reward_at_5/tiny_gold/rloo_x10", ".2f"),
     ("README.md", "0.021) | tiny | +{} |", "full/limit", "tilt/tiny_gold/reward_at_5_over_rloo", ".3f±"),
     ("README.md", "(SmolLM2, three: +{})", "full/limit", "tilt/smollm2_gold/reward_at_5_over_rloo", ".3f±"),
     ("README.md", "1,280, `bag` | tiny | +{} |", "full/limit", "tilt_gradient/tiny_bag/reward_at_5_over_ste", ".3f±"),
@@ -220,7 +221,9 @@ FIGURES = [
 LIMIT_ROWS = {
     "bias from 8,192 scored texts": "tilt", "bias from one gradient of 8 completions": "tilt_gradient8",
     "`tilt`, own completions": "tilt_own", "`auto`": "auto", "`rloo`": "rloo", "`ste`": "ste",
-    "`ppo`": "ppo", "a bias in the adapter's place, by `rloo`, three seeds": "rloo_bias",
+    "values by state, 8,192 texts, three seeds": "tilt_states",
+    "`rloo`, ten times the completions, one seed": "rloo_x10",
+    "a bias in the adapter's place, by `rloo`, three seeds": "rloo_bias",
 }  # fmt: skip
 
 
