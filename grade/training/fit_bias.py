@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from grade.data.texts import read_texts, sample_texts, score_texts
+from grade.errors import InputError
 from grade.gradients.objective import Objective
 from grade.gradients.tilt import Agreement, Law, fit_values, gradient_values, limit_at, predictions
 from grade.models.backbone import Backbone
@@ -174,6 +175,10 @@ def fit_bias(
         else:
             longest = config.max_prompt_length or judged.prompts.ids.shape[1]
             rows = list(read_texts(texts, policy.tokenizer, longest, most))
+            if not rows:
+                raise InputError(
+                    "texts", "no row", f"rows with a completion, or texts of at least {longest + 2} tokens"
+                )
             used = score_texts(rows, policy, rewards, completion_tokens=most, encode=encode)
             values, *_ = fit_values(used.ids, used.mask, used.rewards, policy.vocab_size, used.prompts)
         r2, slope, _ = Agreement.of(predictions(values, judged.ids, judged.mask), judged.rewards, GROUP)

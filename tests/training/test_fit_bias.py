@@ -11,6 +11,7 @@ from training.test_tilt import Added, T, noise
 from grade import GradeConfig, fit_bias
 from grade.cli.main import main
 from grade.data.texts import sample_texts
+from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.head import kl_divergence
 from grade.models.prompts import encode_prompts
@@ -160,3 +161,9 @@ def test_a_few_completions_give_the_direction_of_many_where_the_reward_is_linear
     # R = sigmoid(z), z linear: every gradient has one direction, and only its length differs
     assert torch.cosine_similarity(few - few.mean(), many - many.mean(), 0) > 0.999
     assert float(few.norm() / many.norm()) < 1.2
+
+
+def test_texts_of_which_none_is_long_enough_are_refused():
+    task, config = toy_task(), GradeConfig(max_completion_length=4, max_prompt_length=6, truncation="left")
+    with pytest.raises(InputError, match="texts: got 'no row'; allowed: .* at least 8 tokens"):
+        fit_bias(task.backbone, task.reward_model, task.train_prompts, texts=[{"text": "a"}], args=config)
