@@ -20,7 +20,7 @@ from grade.gradients.estimators import RelaxationConfig, find_estimator
 from grade.models.batch import PromptBatch
 from grade.models.head import weighted_embedding
 from grade.models.policy import Policy
-from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos, skinny_products
+from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def sample(backbone: Policy, prompts: PromptBatch, config: RelaxationConfig, gen
     check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
     estimator, eos = find_estimator(config.estimator), backbone.eos_token_ids
     rows = []  # of each step: token, whether it counts, support, noise, embedding
-    with backbone.merged(), skinny_products(backbone.embedding_weight):
+    with backbone.merged():
         state = Decoder(backbone, prompts)
         alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
         for step in range(config.max_new_tokens):

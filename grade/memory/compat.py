@@ -26,7 +26,6 @@ from transformers import masking_utils
 
 from grade.memory.settings import Device
 from grade.memory.tracker import DispatchMode
-from grade.models import sampling
 
 _BLOCK = 16  # CUDA's memory-efficient kernel needs rows of a mask in multiples of this
 _RealGenerator = torch.Generator
@@ -92,7 +91,6 @@ def kernels_of(device: Device) -> Iterator[None]:
         return _fused_attention(device, query, *args, **kwargs)
 
     with (
-        patch.object(sampling, "SKINNY_DEVICES", ("cpu", "meta") if device == "cpu" else ()),
         patch.object(F, "scaled_dot_product_attention", on_meta_too),
         patch.object(torch, "Generator", _Generator),
         patch.object(masking_utils, "is_tracing", lambda *_: True),

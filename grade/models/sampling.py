@@ -1,20 +1,12 @@
-"""Sampling: end of sequence, and generation on a key-value cache.
-
-On a CPU the linear layers of a decoding step are computed in another order. With few rows, ``x W^T`` reads the whole
-weight for little arithmetic, but BLAS libraries tile for many rows. Computed as ``(W x^T)^T``, at most four columns
-at a time, the same product streams the weight at about twice the speed (float32, AVX2: 30 layers of 1536 x 576,
-4 rows: 14.7 ms against 6.0 ms). The result differs by rounding only.
-"""
+"""Sampling: end of sequence, and generation on a key-value cache."""
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from grade.errors import InputError
 from grade.models.batch import PromptBatch
@@ -23,37 +15,6 @@ from grade.models.policy import Policy
 
 BLOCK = 256
 """Tokens in a block of `draw`: about the square root of a vocabulary."""
-SKINNY_COLUMNS, SKINNY_ROWS = 4, 8
-"""Columns of a skinny product, and most rows of inputs for which a layer is computed so."""
-SKINNY_DEVICES: tuple[str, ...] = ("cpu",)
-"""Devices where this is done; the memory tracer adds meta when it traces for a CPU."""
-
-
-class _SkinnyLinear(TorchFunctionMode):
-    """Within this context `F.linear` of 2 to 8 rows on a CPU, without gradient, is computed column by column."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: D105 - the hook of TorchFunctionMode
-        if func is F.linear and not kwargs:
-            x, weight, *bias = args
-            rows = x.numel() // max(x.shape[-1], 1)
-            fits = x.device.type in SKINNY_DEVICES and x.dtype == weight.dtype == torch.float32
-            if fits and 1 < rows <= SKINNY_ROWS:
-                return _skinny_linear(x, weight, *bias)
-        return func(*args, **(kwargs or {}))
-
-
-def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.cat([torch.mm(weight, part.t()).t() for part in rows.split(SKINNY_COLUMNS)])
-    if bias is not None:
-        out = out + bias
-    return out.view(*x.shape[:-1], -1)
-
-
-def skinny_products(weight: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context with skinny products, if a base with this weight gains by it: the mode costs a call per operator."""
-    fits = weight.device.type in SKINNY_DEVICES and weight.dtype == torch.float32
-    return _SkinnyLinear() if fits else contextlib.nullcontext()
 
 
 def forbid_eos(logits: Tensor, ids: Tensor | None, step: int | Tensor, min_new_tokens: int,
@@ -119,7 +80,7 @@ def generate(
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
     eos, ids, masks, going = backbone.eos_token_ids, [], [], True
-    with backbone.merged(), skinny_products(backbone.embedding_weight):
+    with backbone.merged():
         state = Decoder(backbone, prompts)
         alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
         for step in range(max_new_tokens):

@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 from conftest import EOS, VOCAB, generator, make_backbone, make_prompts
-from torch.nn import functional as F
 
 from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
 from grade.models.noise import gumbel_noise
-from grade.models.sampling import generate, skinny_products
+from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
 
 
@@ -72,20 +71,6 @@ def test_logits_that_are_not_finite_are_refused(row, backbone):
     backbone.ref_head = Broken()
     with pytest.raises(InputError, match="NaN or infinity for 1 of 3 prompts"):
         generate(backbone, make_prompts(), 2, torch.Generator(), 0.0)
-
-
-# ---- products of few rows ----
-@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (5,), (8,), (9,), (2, 3)])
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_products_of_few_rows_are_the_linear_layers(shape, biased, dtype):
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((*shape, 7), (5, 7), (5,)))
-    arguments = (x, weight, bias) if biased else (x, weight)
-    expected = F.linear(*arguments)
-    with skinny_products(weight):
-        torch.testing.assert_close(F.linear(*arguments), expected)
-        torch.testing.assert_close(F.linear(x, weight, bias=None), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("least", [1, 3])
