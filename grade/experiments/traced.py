@@ -5,7 +5,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -26,8 +26,6 @@ from grade.models.scoring import predicting_hidden
 
 _BETA = 0.005
 """Weight of KL in `PolicyStepConfig`."""
-
-Result = TypeVar("Result")
 
 _GROUPS = {
     "norms": {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"},
@@ -73,22 +71,21 @@ def saved_bytes(fn: Callable[[], object], exclude: Iterable[Tensor] = ()) -> int
     return sum(storage.nbytes() for storage in packed.values())
 
 
-def kept_bytes(fn: Callable[[], Result]) -> tuple[Result, int]:
-    """The result of ``fn``, and the bytes that it creates and that are alive with it: lists, caches and closures too.
+def kept_bytes(fn: Callable[[], object]) -> int:
+    """Bytes that ``fn`` creates and that are alive with its result: lists, caches and closures too.
 
     >>> w = torch.ones(16, 4, requires_grad=True)
-    >>> loss, kept = kept_bytes(lambda: (torch.ones(8, 16) @ w).exp().sum())
-    >>> kept                                                # 512 + 128 as above, and the loss: 4
+    >>> kept_bytes(lambda: (torch.ones(8, 16) @ w).exp().sum())     # 512 + 128 as above, and the loss: 4
     644
     """
     gc.freeze()  # older objects do not count, and searching all of torch's would take most of the time
     try:
         with MemoryTracker(round_to=1) as tracker:
-            result = fn()
+            result = fn()  # noqa: F841 - alive until the bytes are counted
         gc.collect()
+        return tracker.current
     finally:
         gc.unfreeze()
-    return result, tracker.current
 
 
 def layer_inventory(config: TracedConfig) -> pd.DataFrame:
@@ -210,8 +207,6 @@ def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
     Gathered whole at any time: the tables, two layers (the one that runs and the next), and one layer's gradients.
     Left out: buffers of the communication library.
     """
-    if gpus == 1:
-        return whole
     model = model_config(config.model)
     bases = (build_backbone(with_layers(model, n), config.dtype, "full") for n in (1, 2))
     one, two = (sum(p.numel() * p.element_size() for p in base.parameters()) for base in bases)

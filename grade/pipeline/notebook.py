@@ -136,13 +136,8 @@ def strip_on_save(model: dict[str, Any], path: str, contents_manager: Any, **_: 
         content = nbformat.from_dict(model["content"])
         if any(cell.get("outputs") for cell in content.cells):
             write_text(Path(contents_manager.root_dir, KEPT, Path(path).name), nbformat.writes(content) + "\n")
-        model["content"] = _stripped(content)
-
-
-def _stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """A notebook without outputs, counts, random cell ids, and what a front end adds to its metadata."""
-    strip_output(content, keep_output=False, keep_count=False, keep_id=False, extra_keys=list(FRONT_END_KEYS))
-    return content
+        strip_output(content, keep_output=False, keep_count=False, keep_id=False, extra_keys=list(FRONT_END_KEYS))
+        model["content"] = content
 
 
 def _read(notebook: str | Path) -> nbformat.NotebookNode:

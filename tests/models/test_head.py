@@ -170,7 +170,7 @@ def test_what_support_and_embedding_keep_is_proportional_to_k_and_independent_of
             y = support_logits(head, h, support).softmax(-1)
             return weighted_embedding(head.weight, support, y)
 
-        return kept_bytes(forward)[1]
+        return kept_bytes(forward)
 
     assert kept(4000, 8) == kept(1000, 8)
     growth = kept(4000, 16) - kept(4000, 8)
