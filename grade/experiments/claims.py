@@ -32,7 +32,7 @@ class Claim(Config):
     note: str = Field(description="what explains the verdict, with the figures that go with it")
 
 
-COLUMNS = ("seed", "claim", "stated", "found", "unit", "how", "verdict", "note")
+COLUMNS = tuple(Claim.model_fields)
 
 
 def claims_table(claims: Iterable[Claim]) -> pd.DataFrame:
@@ -55,7 +55,7 @@ def write_claims(path: str | Path, claims: Iterable[Claim]) -> None:
 def read_claims(path: str | Path) -> list[Claim]:
     """Read a file that `write_claims` wrote; figures stay the text that is in the file."""
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    return [Claim.parse(row, str(path)) for row in table[list(COLUMNS)].to_dict("records")]
+    return [Claim.parse(row, str(path)) for row in table.to_dict("records")]
 
 
 def verdict_counts(claims: Iterable[Claim]) -> str:
@@ -63,17 +63,18 @@ def verdict_counts(claims: Iterable[Claim]) -> str:
     verdicts = list(get_args(Verdict))
     table = pd.DataFrame([(c.seed, c.verdict) for c in claims], columns=["document", "verdict"])
     counts = pd.crosstab(table.document, table.verdict).reindex(columns=verdicts, fill_value=0)
-    return _markdown(counts.reset_index())
+    return markdown(counts.reset_index())
 
 
 def to_markdown(claims: Iterable[Claim]) -> str:
     """The claims as a Markdown table, figure and unit in one column."""
     table = claims_table(claims)
     table["found"] = [f"{found} {unit}".strip() for found, unit in zip(table.found, table.unit, strict=True)]
-    return _markdown(table.drop(columns="unit"))
+    return markdown(table.drop(columns="unit"))
 
 
-def _markdown(table: pd.DataFrame) -> str:
+def markdown(table: pd.DataFrame) -> str:
+    """A table as Markdown."""
     lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (table.columns, *table.to_numpy().tolist())]
     return "\n".join([lines[0], "|" + " --- |" * table.shape[1], *lines[1:]]) + "\n"
 

@@ -58,7 +58,7 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
     try:
         for statement in ast.parse(cells[0].source).body:
             match statement:
-                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
+                case ast.Assign([ast.Name(name)], value):
                     defaults[name] = ast.literal_eval(value)
                 case _:
                     raise ValueError(f"line {statement.lineno} is something else")
@@ -75,9 +75,6 @@ def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dic
     type that the default's items have, if it has any.
     """
     fields = {name: (_type_of(default), default) for name, default in default_parameters(notebook).items()}
-    for name in fields:
-        if name.startswith("_") or hasattr(Config, name):
-            raise InputError(f"{Path(notebook).name}: parameters cell", name, "another name: pydantic has this one")
     checked = create_model("Parameters", __base__=Config, **fields).parse(parameters, Path(notebook).name)
     return {name: getattr(checked, name) for name in parameters}
 

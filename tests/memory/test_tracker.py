@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from conftest import saved_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from grade.experiments.traced import kept_bytes, saved_bytes
+from grade.experiments.traced import kept_bytes
 from grade.memory.tracker import MemoryTracker
 
 B, D, HIDDEN = 8, 16, 64  # float32: x is 8*16*4 = 512 bytes, a hidden activation 8*64*4 = 2048

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import saved_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grade.experiments.traced import kept_bytes, saved_bytes
+from grade.experiments.traced import kept_bytes
 from grade.models import head as vocab
 from grade.models.head import (
     Head,
