@@ -146,7 +146,7 @@ class PolicyStepConfig(TracedConfig):
         def run() -> None:
             with self.casting(backbone):
                 with backbone.phase("scoring"), torch.no_grad():
-                    old, *_ = logps(self.self_certainty)
+                    old = logps(self.self_certainty)[0]
                 with backbone.phase("reference"), torch.no_grad(), backbone.reference():
                     [ref] = logps()
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
