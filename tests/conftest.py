@@ -171,3 +171,24 @@ def prompts():
 @pytest.fixture
 def reward(backbone):
     return ToyReward(backbone.hidden_size)
+
+
+def saved_bytes(fn, exclude=()):
+    """Bytes of the unique storages that autograd packs while ``fn`` runs, those of ``exclude`` left out, unrounded.
+
+    A storage counts once and whole, however many views of it are saved. What a checkpointed region would save is not
+    packed here; if ``fn`` itself runs backward, what is packed in a recomputation does count.
+    """
+    excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
+    # Hold the storages until the end: a freed address could be used again for another storage.
+    packed = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in excluded:
+            packed[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(storage.nbytes() for storage in packed.values())

@@ -32,11 +32,11 @@ class Claim(Config):
     note: str = Field(description="what explains the verdict, with the figures that go with it")
 
 
-COLUMNS = ("seed", "claim", "stated", "found", "unit", "how", "verdict", "note")
+COLUMNS = tuple(Claim.model_fields)
 
 
-def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
-    """The claims as a table of text, figures to so many significant digits.
+def claims_table(claims: Iterable[Claim]) -> pd.DataFrame:
+    """The claims as a table of text, figures to 6 significant digits.
 
     >>> row = Claim(seed="000", claim="4 GB of soft tokens", stated="4 GB", found=8.192, unit="MB", how="derived",
     ...             verdict="refuted", note="1*64*32000*4 bytes")
@@ -44,19 +44,18 @@ def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
     ['4 GB', '8.192', 'MB', 'refuted']
     """
     table = pd.DataFrame([claim.model_dump() for claim in claims], columns=list(COLUMNS))
-    return table.assign(found=[x if isinstance(x, str) else _number(x, digits) for x in table.found])
+    return table.assign(found=[x if isinstance(x, str) else _number(x) for x in table.found])
 
 
 def write_claims(path: str | Path, claims: Iterable[Claim]) -> None:
-    """Write ``claims.csv`` in one step: figures to 6 significant digits."""
-    table = claims_table(claims, digits=6)
-    write_text(path, table.to_csv(index=False, lineterminator="\n"))
+    """Write ``claims.csv`` in one step."""
+    write_text(path, claims_table(claims).to_csv(index=False, lineterminator="\n"))
 
 
 def read_claims(path: str | Path) -> list[Claim]:
     """Read a file that `write_claims` wrote; figures stay the text that is in the file."""
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    return [Claim.parse(row, str(path)) for row in table[list(COLUMNS)].to_dict("records")]
+    return [Claim.parse(row, str(path)) for row in table.to_dict("records")]
 
 
 def verdict_counts(claims: Iterable[Claim]) -> str:
@@ -64,17 +63,18 @@ def verdict_counts(claims: Iterable[Claim]) -> str:
     verdicts = list(get_args(Verdict))
     table = pd.DataFrame([(c.seed, c.verdict) for c in claims], columns=["document", "verdict"])
     counts = pd.crosstab(table.document, table.verdict).reindex(columns=verdicts, fill_value=0)
-    return _markdown(counts.reset_index())
+    return markdown(counts.reset_index())
 
 
 def to_markdown(claims: Iterable[Claim]) -> str:
     """The claims as a Markdown table, figure and unit in one column."""
     table = claims_table(claims)
     table["found"] = [f"{found} {unit}".strip() for found, unit in zip(table.found, table.unit, strict=True)]
-    return _markdown(table.drop(columns="unit"))
+    return markdown(table.drop(columns="unit"))
 
 
-def _markdown(table: pd.DataFrame) -> str:
+def markdown(table: pd.DataFrame) -> str:
+    """A table as Markdown."""
     lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (table.columns, *table.to_numpy().tolist())]
     return "\n".join([lines[0], "|" + " --- |" * table.shape[1], *lines[1:]]) + "\n"
 
@@ -94,8 +94,6 @@ def about(found: float, low: float, high: float | None = None) -> bool:
     return low * (1 - ABOUT) <= found <= (low if high is None else high) * (1 + ABOUT)
 
 
-def _number(value: float, digits: int) -> str:
-    """Significant digits without an exponent where one can do without: 147456, not 1.475e+05."""
-    if value != 0 and abs(value) >= 10**digits:
-        return f"{value:.0f}"
-    return f"{value:.{digits}g}"
+def _number(value: float) -> str:
+    """Significant digits without an exponent where one can do without: 1475000, not 1.475e+06."""
+    return f"{value:.0f}" if abs(value) >= 10**6 else f"{value:.6g}"

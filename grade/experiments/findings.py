@@ -11,7 +11,7 @@ import PIL.Image
 from IPython.display import Image, display
 from matplotlib.figure import Figure
 
-from grade.experiments.claims import COLUMNS, Claim, claims_table, write_claims
+from grade.experiments.claims import COLUMNS, Claim, about, claims_table, write_claims
 from grade.files import write_text
 
 ROOT = Path(__file__).parents[2]
@@ -63,17 +63,19 @@ def save_verdicts(document: str, rows: Iterable[Sequence[Any]], folder: str | Pa
         document: The document's number.
         rows: For every claim, seven values: the claim in the document's words; the figure that it gives, as it writes
             it; the figure that was found, or text; its unit; how it was found (`grade.experiments.claims.How`); the
-            verdict, a bool for confirmed or refuted; and what explains it.
+            verdict, a bool for confirmed or refuted, or `about`: of the figure found and the one given; and what
+            explains it.
         folder: Where the file goes.
 
     Raises:
         InputError: For another verdict than `grade.experiments.claims.Verdict`, or a figure that is not finite.
     """
     claims = []
-    for claim, stated, found, *about, verdict, note in rows:
+    for claim, stated, found, unit, how, verdict, note in rows:
         found = found if isinstance(found, str) else float(found)
+        verdict = about(found, float(stated.split()[0])) if verdict is about else verdict
         verdict = verdict if isinstance(verdict, str) else ("confirmed" if verdict else "refuted")
-        values = document, claim, stated, found, *about, verdict, note
+        values = document, claim, stated, found, unit, how, verdict, note
         claims.append(Claim.parse(dict(zip(COLUMNS, values, strict=True)), claim))
     write_claims(Path(folder) / "claims.csv", claims)
     table = claims_table(claims)

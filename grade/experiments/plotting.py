@@ -13,9 +13,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-from grade.errors import InputError
+from matplotlib.ticker import LogLocator, NullFormatter
 
 _COLORS = {
     # relaxed methods and estimators
@@ -32,11 +30,6 @@ _COLORS = {
 }  # fmt: skip
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
 """Colours in order, for series that have no name of their own."""
-_MARKERS = dict(zip(
-    ("ste", "gumbel", "gumbel_rao", "reinmax", "st", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
-     "rloo", "grpo", "ppo", "reinforce", "remax", "replay", "unrolled", "checkpointed", "auto", "tilt"),
-    "osv^pDPX<" "oshD^" "h8p" "**", strict=True,
-))  # fmt: skip
 _STYLE = {
     "figure.figsize": (6.4, 4.0),
     "figure.dpi": 100,
@@ -61,29 +54,18 @@ _STYLE = {
 def color(name: str) -> str:
     """The one colour of a method, engine or role.
 
-    A setting of a method has the method's: ``gumbel_rao_m8_tau1`` is ``gumbel_rao``.
+    A setting of a method has the method's: ``gumbel_rao_m8_tau1`` is ``gumbel_rao``. Grey for a name of the user's own.
 
-    >>> color("ste"), color("gumbel_rao_m8_tau1") == color("gumbel_rao")
-    ('#D55E00', True)
+    >>> color("ste"), color("gumbel_rao_m8_tau1") == color("gumbel_rao"), color("mine") == color("neutral")
+    ('#D55E00', True, True)
     """
-    return _look_up(name, _COLORS)
-
-
-def marker(name: str) -> str:
-    """The mark of a method or engine; see `color`."""
-    return _look_up(name, _MARKERS)
-
-
-def _look_up(name: str, table: dict[str, str], default: str | None = None) -> str:
-    keys = [key for key in table if f"{name}_".startswith(f"{key}_")]
-    if not keys and default is None:
-        raise InputError("name of a colour or mark", name, f"one of {', '.join(table)}, or a setting of one")
-    return table[max(keys, key=len)] if keys else default
+    keys = [key for key in _COLORS if f"{name}_".startswith(f"{key}_")]
+    return _COLORS[max(keys, key=len, default="neutral")]
 
 
 def palette(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each name as seaborn takes them; grey for a name of the user's own."""
-    return {name: _look_up(name, _COLORS, color("neutral")) for name in names}
+    """The colour of each name as seaborn takes them."""
+    return {name: color(name) for name in names}
 
 
 def shades(methods: Mapping[str, str]) -> dict[str, Any]:
@@ -101,7 +83,7 @@ def use_style() -> None:
 def plain_log_ticks(ax: Axes) -> None:
     """0.5, 1, 2, 5 instead of powers of ten: these axes often span one decade."""
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 

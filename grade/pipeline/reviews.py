@@ -17,11 +17,11 @@ in several sets, since the text does not say which film it is about; accuracies 
 
 import hashlib
 import html
+import itertools
 import json
 import math
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -83,7 +83,7 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
     reviews, dropped = _deduplicate(rows, config.min_chars)
     splits = _split(reviews, config)
     summary = {
-        "source": config.source if config.source == MOVIE_REVIEWS else Path(config.source).name,
+        "source": Path(config.source).name,
         "seed": config.seed,
         "rows": len(rows),
         "dropped": dropped,
@@ -160,34 +160,27 @@ def _label(value: Any, config: DataConfig) -> float:
 
 def _deduplicate(rows: Sequence[Review], min_chars: int) -> tuple[list[Review], dict[str, int]]:
     """Keep one of several texts that differ only in case, or none if they have different labels."""
-    dropped: Counter[str] = Counter(too_short=0, duplicate=0, conflicting=0)
+    # A text of full stops alone would leave no prompt, however long it is.
+    usable = [review for review in rows if len(review.text) >= min_chars and any(map(str.isalnum, review.text))]
     groups: dict[str, list[Review]] = {}
-    for review in rows:
-        # A text of full stops alone would leave no prompt, however long it is.
-        if len(review.text) < min_chars or not any(map(str.isalnum, review.text)):
-            dropped["too_short"] += 1
-        else:
-            groups.setdefault(review.text.casefold(), []).append(review)
-    kept = []
-    for group in groups.values():
-        if len({review.label for review in group}) == 1:
-            kept.append(min(group))  # not the first one: the result must not depend on the order of the rows
-            dropped["duplicate"] += len(group) - 1
-        else:
-            dropped["conflicting"] += len(group)
-    return kept, dict(dropped)
+    for review in usable:
+        groups.setdefault(review.text.casefold(), []).append(review)
+    # Of several not the first one: the result must not depend on the order of the rows.
+    kept = [min(group) for group in groups.values() if len({review.label for review in group}) == 1]
+    agreeing = sum(len(groups[review.text.casefold()]) for review in kept)
+    return kept, {
+        "too_short": len(rows) - len(usable), "duplicate": agreeing - len(kept), "conflicting": len(usable) - agreeing
+    }  # fmt: skip
 
 
 def _split(reviews: Sequence[Review], config: DataConfig) -> dict[str, list[Review]]:
     sizes = {name: getattr(config, f"{name}_size") for name in ("test", "validation", "reward", "policy")}
-    needed = sum(sizes.values()) + (config.gold_size or MIN_GOLD)
+    sizes["gold"] = config.gold_size or max(MIN_GOLD, len(reviews) - sum(sizes.values()))
+    needed = sum(sizes.values())
     if len(reviews) < needed:
-        listed = ", ".join(f"{name} {n}" for name, n in sizes.items()) + f", gold {config.gold_size or MIN_GOLD}"
+        listed = ", ".join(f"{name} {n}" for name, n in sizes.items())
         allowed = f"at least {needed} ({listed}); choose smaller sizes or another source"
         raise InputError(f"reviews in {config.source}", len(reviews), allowed)
     ordered = sorted(reviews, key=lambda r: hashlib.sha256(f"{config.seed}:{r.text.casefold()}".encode()).digest())
-    splits, start = {}, 0
-    for name, size in (*sizes.items(), ("gold", config.gold_size or len(ordered))):
-        splits[name] = ordered[start : start + size]
-        start += size
-    return splits
+    rest = iter(ordered)
+    return {name: list(itertools.islice(rest, size)) for name, size in sizes.items()}

@@ -9,7 +9,7 @@ from grade.errors import InputError
 from grade.experiments import findings
 from grade.experiments.claims import read_claims
 from grade.experiments.findings import kept_table, output_folder, save_verdicts
-from grade.experiments.plotting import color, marker
+from grade.experiments.plotting import color
 from grade.gradients.methods import POLICY_GRADIENTS
 from grade.plugins import ESTIMATORS
 
@@ -64,10 +64,7 @@ def test_a_wrong_row_is_refused(tmp_path, index, value):
         save_verdicts("001", [(*ROW[:index], value, *ROW[index + 1 :])], tmp_path)
 
 
-def test_every_method_has_a_colour_and_a_mark_of_its_own():
+def test_every_method_has_a_colour_of_its_own():
     variants = ["ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk"]
     methods = [*ESTIMATORS, *POLICY_GRADIENTS, *variants]
     assert len({color(name) for name in methods}) == len(methods)
-    # In print, where colours fade, no two of one figure look alike: marks differ within a family of methods.
-    for family in (("ste", "gumbel", "gumbel_rao", "reinmax", "st"), POLICY_GRADIENTS):
-        assert len({marker(name) for name in family}) == len(family)

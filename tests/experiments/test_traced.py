@@ -48,7 +48,7 @@ STEPS = [
     {"logits": "all", "self_certainty": True},
     {"logits": "all", "gradient_checkpointing": True},
     {"adapter": "full", "base_copies": 2, "gradient_checkpointing": True, "self_certainty": True},
-    {"dtype": "bfloat16", "attention": "eager", "reference": False},
+    {"dtype": "bfloat16", "attention": "eager"},
 ]
 
 
@@ -98,13 +98,13 @@ def test_dense_and_chunked_logits_give_one_gradient():
 
 
 def test_what_a_layer_keeps_is_the_closed_form_to_the_byte():
-    config = PolicyStepConfig(**CODER, logits="all", reference=False)
+    config = PolicyStepConfig(**CODER, logits="all")
     found = layer_inventory(config).groupby("group").bytes.sum().to_dict()
     assert found == layer_activation_bytes(SHAPE, 2, 64)
 
 
 def test_closed_forms_against_a_trace():
-    config = PolicyStepConfig(**CODER, gradient_checkpointing=True, reference=False)
+    config = PolicyStepConfig(**CODER, gradient_checkpointing=True)
     found = trace(config)
     adapter = lora_parameters(SHAPE)
     assert found.categories["adapter"] == 4 * adapter
@@ -117,13 +117,13 @@ def test_closed_forms_against_a_trace():
 
 
 def test_dense_logits_are_the_largest_tensors_and_as_large_as_the_formula_says():
-    found = trace(PolicyStepConfig(**CODER, logits="all", reference=False))
+    found = trace(PolicyStepConfig(**CODER, logits="all"))
     logits = [t for t in found.largest if t.category == "logits"]
     assert logits[0].nbytes == rows_bytes(2, 64, SHAPE.vocab) == found.largest[0].nbytes
 
 
 def test_a_checkpointed_layer_keeps_its_input_alone():
-    config, kept = PolicyStepConfig(**CODER, gradient_checkpointing=True, reference=False), []
+    config, kept = PolicyStepConfig(**CODER, gradient_checkpointing=True), []
     for layers in (2, 3):
         tracker = trace_layers(config, with_layers(model_config(config.model), layers), "cuda")
         last = max(record.birth for record in tracker.records if record.phase == "forward")
@@ -133,7 +133,7 @@ def test_a_checkpointed_layer_keeps_its_input_alone():
 
 
 def test_checkpointing_recomputes_a_layer_up_to_the_last_tensor_that_backward_needs():
-    config = PolicyStepConfig(**CODER, reference=False)
+    config = PolicyStepConfig(**CODER)
     plain, again = (trace(config.changed(gradient_checkpointing=on)).flops for on in (False, True))
     tokens = 2 * 63
     # One product each, 2 operations a weight and token; but for the frozen down projection, which comes last: nothing

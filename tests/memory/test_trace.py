@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import saved_bytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
-from grade.experiments.traced import saved_bytes
 from grade.memory import meta
 from grade.memory.compare import measure
 from grade.memory.compat import kernels_of

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import saved_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grade.experiments.traced import kept_bytes, saved_bytes
+from grade.experiments.traced import kept_bytes
 from grade.models import head as vocab
 from grade.models.head import (
     Head,
@@ -170,7 +171,7 @@ def test_what_support_and_embedding_keep_is_proportional_to_k_and_independent_of
             y = support_logits(head, h, support).softmax(-1)
             return weighted_embedding(head.weight, support, y)
 
-        return kept_bytes(forward)[1]
+        return kept_bytes(forward)
 
     assert kept(4000, 8) == kept(1000, 8)
     growth = kept(4000, 16) - kept(4000, 8)

@@ -14,7 +14,7 @@ from grade.pipeline.notebook import NotebookError, check_parameters, default_par
 PARAMETERS = """\
 lr = 1.0e-3  # step size
 seed = 0
-method: str = "a=b#c"
+method = "a=b#c"
 runs = ["ste", "gumbel"]
 use_kl = True
 model = None
@@ -45,7 +45,7 @@ def test_defaults_are_read_whatever_the_literals_hold(tmp_path):
     }
 
 
-@pytest.mark.parametrize("source", ["n = 2 * 3", "import os", "a = b = 1", "n: int", "n = (", "json = 1", "_n = 1"])
+@pytest.mark.parametrize("source", ["n = 2 * 3", "import os", "a = b = 1", "n: int = 1", "n = ("])
 def test_a_parameters_cell_of_anything_else_than_literals_is_refused(tmp_path, source):
     with pytest.raises(InputError, match="n.ipynb: parameters cell"):
         check_parameters(write(tmp_path / "n.ipynb", parameters=source), {})
