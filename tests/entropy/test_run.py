@@ -35,16 +35,21 @@ def probe(base, **changes):
     return probe_adapter(ProbeRunConfig.parse(SMALL | changes | {"backbone": str(base)}), None)
 
 
+def answer(monkeypatch, texts):
+    """Let the policy's completions of the update be these texts."""
+
+    def drawn(policy, prompts, group, *_):
+        rows = [policy.tokenizer(text)["input_ids"] for text in texts()]
+        return Samples(prompts, *(part.view(len(prompts), group, -1) for part in padded(rows)))
+
+    monkeypatch.setattr("grade.entropy.probe.draw", drawn)
+
+
 def test_only_the_first_number_counts_and_only_if_it_is_the_answer(base, monkeypatch):
     made = []
     fake = SimpleNamespace(create_dataset=lambda name, **options: made.append(OneDigit(**options)) or made[-1])
     monkeypatch.setitem(sys.modules, "reasoning_gym", fake)
-
-    def drawn(policy, prompts, group, *_):
-        rows = [policy.tokenizer(text)["input_ids"] for text in (" 6\n7", "6", " 8 or 9", " seven", "7", "4 is not 5")]
-        return Samples(prompts, *(part.view(len(prompts), group, -1) for part in padded(rows)))
-
-    monkeypatch.setattr("grade.entropy.probe.draw", drawn)
+    answer(monkeypatch, lambda: (" 6\n7", "6", " 8 or 9", " seven", "7", "4 is not 5"))
     report = probe(base)
     # The update's prompts are the last two problems, each with three completions.
     assert [answer for answer, _ in made[0].asked] == ["6", "6", "8", None, "7", "4"]
@@ -55,5 +60,11 @@ def test_only_the_first_number_counts_and_only_if_it_is_the_answer(base, monkeyp
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("reasoning_gym"), reason="needs the extra arithmetic")
-def test_the_real_verifier(base):
-    assert 0 <= probe(base).figures["reward_mean"] <= 1
+def test_the_real_verifier_pays_right_sums_alone(base, monkeypatch):
+    gym = importlib.import_module("reasoning_gym")
+    made, create = [], gym.create_dataset
+    monkeypatch.setattr(
+        gym, "create_dataset", lambda *name, **options: made.append(create(*name, **options)) or made[-1]
+    )
+    answer(monkeypatch, lambda: [f"{sign}{sum_['answer']}" for sum_ in list(made[0])[-2:] for sign in ("", " ", "1")])
+    assert probe(base).figures["reward_mean"] == pytest.approx(2 / 3)
