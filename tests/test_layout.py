@@ -9,10 +9,6 @@ FLOORS = {
     "": 0, "models": 1, "rewards": 2, "data": 2, "gradients": 3, "training": 4, "memory": 4, "entropy": 5,
     "experiments": 6, "pipeline": 7, "cli": 8, "commands": 9,
 }  # fmt: skip
-# What experiments share; otherwise none imports another.
-SHARED = (
-    "claims", "enumeration", "findings", "formulas", "intervals", "plotting", "setting", "shallow", "traced",
-)  # fmt: skip
 CHECKOUT = ("experiments", "pipeline", "commands")
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked
 
@@ -30,9 +26,6 @@ def test_a_module_imports_only_from_its_own_wing_and_the_floors_below(module):
         there = wing(other)
         assert here in CHECKOUT or there not in CHECKOUT, f"{module} imports {other}, which no wheel has"
         assert here == there or FLOORS[there] < FLOORS[here], f"{module} imports {other}"
-        if here == there == "experiments":
-            mine, theirs = module.split(".")[2], other.split(".")[2]
-            assert mine == theirs or theirs in SHARED, f"{module} imports {other}"
 
 
 def test_packages_import_nothing():
