@@ -166,7 +166,7 @@ def test_links_lead_somewhere(page):
 def metrics(folder):
     """Every figure of a folder of results by its name, times included."""
     flat = {}
-    for file in ("metrics.json", "timings/metrics.json"):
+    for file in ("metrics.json", "timings.json", "timings/metrics.json"):
         if (ROOT / "outputs" / folder / file).exists():
             flat |= _flat(json.loads((ROOT / "outputs" / folder / file).read_text()))
     return flat
@@ -213,6 +213,9 @@ FIGURES = [
     ("README.md", "full rate: {})", "probe", "study/step0/x1/linearity_error", ".3f±"),
     ("README.md", "| SmolLM2 | {} | [probe]", "probe", "study/step0/x0.1/linearity_error", ".4f±"),
     ("docs/entropy.md", "is 1{} early", "probe", "study/step0/x0.1/linearity_error", ".4f±"),
+    ("docs/your-own-task.md", "of `grpo` takes {} of", "full/beside_trl", "grpo/seconds_ratio", ".2f"),
+    ("docs/your-own-task.md", "with KL in both {},", "full/beside_trl", "grpo_kl/seconds_ratio", ".2f"),
+    ("docs/your-own-task.md", "one of `teacher` {};", "full/beside_trl", "teacher/seconds_ratio", ".2f"),
     ("docs/methods.md", "about {} times `ste`'s squared error", "estimators", "mse/gumbel_rao_over_ste", ".2f"),
 ]
 
