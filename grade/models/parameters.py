@@ -82,14 +82,14 @@ def moved(policy: nn.Module, vector: Tensor, eta: float) -> Iterator[None]:
 def fingerprint(module: nn.Module) -> dict[str, str]:
     """SHA-256 of the frozen weights of a base, or of a part of one; LoRA layers on it are passed over.
 
-    ``shapes`` and, of the sampled elements, ``bfloat16`` and ``float16`` as far as its type allows; nothing for weights
-    on the meta device.
+    ``shapes`` and, of the sampled elements, ``bfloat16`` and ``float16`` as far as its type allows. Nothing for weights
+    on the meta device, and for quantised ones: what was trained on them is also used on those that they stand for.
     """
     if (kept := getattr(module, _KEPT, None)) is not None:
         return dict(kept)
     named = sorted(_frozen(module).items())
     types = {p.dtype for _, p in named}
-    if any(p.is_meta for _, p in named):
+    if any(p.is_meta or hasattr(p, "quant_state") or not p.is_floating_point() for _, p in named):
         return {}
     content = {"shapes": json.dumps([[name, list(p.shape)] for name, p in named]).encode()}
     places = torch.arange(_ELEMENTS) * _STRIDE

@@ -93,6 +93,18 @@ def test_samples_and_gradients_are_those_of_the_dequantised_base(folder, setting
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_an_adapter_of_the_quantised_base_is_one_of_the_base_and_back(folder, settings, tmp_path):
+    """As when the base is quantised for training alone, or for serving alone."""
+    trained = perturb_adapter(Backbone(quantised(folder, settings), None, LORA))
+    trained.save_adapter(tmp_path / "trained")
+    loaded = Backbone(AutoModelForCausalLM.from_pretrained(folder), adapter=tmp_path / "trained")
+    loaded.save_adapter(tmp_path / "loaded")
+    served = Backbone(quantised(folder, settings), adapter=tmp_path / "loaded")
+    for other in (loaded, served):
+        assert all(map(torch.equal, trained.trainable_parameters(), other.trainable_parameters()))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_trace_has_the_weights_and_the_peak_of_the_real_step(tmp_path, settings):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     model.save_pretrained(tmp_path)
