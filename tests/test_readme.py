@@ -160,6 +160,7 @@ def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         if not link.startswith("http"):
             assert (ROOT / page).parent.joinpath(link).exists(), link
+            assert not link.endswith(".py"), f"{link}: the site has no code"
 
 
 @cache
