@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
 from safetensors.torch import load_file
 
 from grade.gradients.methods import AUTO
@@ -75,6 +76,7 @@ def in_child(work) -> int:
         return child
     code = 1
     gc.freeze()  # accelerate collects garbage at the start of training, and would search all that was imported
+    torch.set_num_threads(1)  # the parent's other threads are not here, and would be waited for
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         work()
