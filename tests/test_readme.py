@@ -252,6 +252,12 @@ def test_a_figure_is_the_metrics(page, text, folder, key, form):
     assert text.format(value) in words, value
 
 
+def test_the_peak_beside_trl_is_the_metrics():
+    peaks = metrics("full/beside_trl")
+    ratio = peaks["grpo/peak_mib/grade"] / peaks["grpo/peak_mib/TRL"]
+    assert f"its peak is {ratio:.2f} of TRL's" in (ROOT / "docs/your-own-task.md").read_text(encoding="utf-8")
+
+
 H100 = {
     "Qwen3-4B: three engines, four policy gradients": "qwen3",
     "SmolLM2: float32, autocast, all weights, eager attention": "smol",

@@ -89,6 +89,7 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
         return dict(kept)
     named = sorted(_frozen(module).items())
     types = {p.dtype for _, p in named}
+    # bitsandbytes keeps 8 bits as integers, and 4 bits in any type that it is told to.
     if any(p.is_meta or hasattr(p, "quant_state") or not p.is_floating_point() for _, p in named):
         return {}
     content = {"shapes": json.dumps([[name, list(p.shape)] for name, p in named]).encode()}

@@ -89,8 +89,10 @@ def fetch(
     manifest = {}
     for name in config.packages:
         package = registry[name]
-        manifest[name] = {key: getattr(package, key) for key in ("licence", "sha256", "version")}
-        manifest[name]["files"] = _install(package, Path(output_dir) / name)
+        files = _install(package, Path(output_dir) / name)
+        manifest[name] = {
+            "files": files, "licence": package.licence, "sha256": package.sha256, "version": package.version
+        }  # fmt: skip
     write_text(Path(output_dir, "manifest.json"), json.dumps(manifest, indent=2, sort_keys=True) + "\n")
     return manifest
 
