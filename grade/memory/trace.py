@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
 
 from grade.memory.compat import kernels_of
 from grade.memory.meta import NoData
@@ -35,13 +34,13 @@ from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES, Category, LiveTracker
 from grade.memory.settings import Device, TracedConfig
 from grade.memory.step import Step, build, make_step, states_of
-from grade.models.base import FrozenBase
+from grade.models.base import ROOM, FrozenBase, KeysValues
 from grade.models.sampling import Decoder
 
 FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
 """What is there before the step and after it."""
 AT_EACH_END = 2
-"""Sampling passes that run first and last: in the second one the cache of the first is replaced by a longer one."""
+"""Sampling passes that run first and last."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ def _few_passes(new_tokens: int) -> Iterator[None]:
 
     Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates
     the same, with one more position in the key-value cache. So no pass needs more than the last one, and of those
-    between nothing is allocated but the cache, at once. The rest of the sampling loop runs for every token: logits,
+    between nothing is allocated but the cache. The rest of the sampling loop runs for every token: logits,
     noise, the support, the lists that hold them. A pass takes the same number of operations more than the one
     before it, so their sum follows from the second and the last but one. Live bytes over the step have fewer
     points. Caches with a sliding window decode every token.
@@ -261,7 +260,7 @@ def _few_passes(new_tokens: int) -> Iterator[None]:
     def advance(self: Decoder, embeds: Tensor) -> None:
         number = self.passes = getattr(self, "passes", 0) + 1
         watcher = self.backbone._watcher
-        if skipped < 1 or watcher is None or any(type(layer) is not DynamicLayer for layer in self.cache.layers):
+        if skipped < 1 or watcher is None or any(type(layer) is not KeysValues for layer in self.cache.layers):
             original(self, embeds)
         elif AT_EACH_END < number < last_ones:
             if number == last_ones - 1:
@@ -282,12 +281,10 @@ def _few_passes(new_tokens: int) -> Iterator[None]:
 def _grow(decoder: Decoder, positions: int) -> None:
     """More positions in the mask and in the cache."""
     decoder.mask = torch.cat([decoder.mask, decoder.mask.new_ones(len(decoder.mask), positions)], 1)
-    for layer in decoder.cache.layers:
-        for name in ("keys", "values"):
-            old = getattr(layer, name)
-            grown = torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2)
-            decoder.backbone._watcher.tag([grown], "kv cache")
-            setattr(layer, name, grown)
+    for block in torch.arange(positions).split(ROOM):
+        for number, layer in enumerate(decoder.cache.layers):
+            states = (old[..., -1:, :].expand(-1, -1, len(block), -1) for old in (layer.keys, layer.values))
+            decoder.cache.update(*states, number)
 
 
 def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:

@@ -9,29 +9,60 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grade.models.head import EmbeddingTable, Head
 from grade.models.prompts import position_ids
 from grade.plugins import QUANTISED, import_object
 
+ROOM = 32
+"""Positions by which the room for keys and values grows."""
 
-class _WatchedCache(DynamicCache):
-    """A key-value cache that reports its tensors to a watcher as they are created."""
 
-    def __init__(self, watcher: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+class KeysValues(DynamicLayer):
+    """A layer's keys and values [B, H, L, D], appended in place.
+
+    transformers' own layer concatenates: each token copies all before it, which takes a sixth of the time of 1,024
+    tokens of SmolLM2. In place there is no gradient, and none is taken through a cache here.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append those of new positions; all so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._room = [key_states[..., :0, :], value_states[..., :0, :]]
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        for number, new in enumerate((key_states, value_states)):
+            old = self._room[number]
+            if end > old.shape[-2]:
+                self._room[number] = new.new_empty(*new.shape[:-2], math.ceil(end / ROOM) * ROOM, new.shape[-1])
+                self._room[number][..., :start, :] = old[..., :start, :]
+            self._room[number][..., start:end, :] = new
+        self.keys, self.values = (room[..., :end, :] for room in self._room)
+        return self.keys, self.values
+
+
+class _Cache(DynamicCache):
+    """A key-value cache that reports its tensors to a watcher, if there is one, as they are created."""
+
+    def __init__(self, config: PreTrainedConfig, watcher: Any = None) -> None:
+        super().__init__(config=config)
+        self.layers = [KeysValues() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self._watcher = watcher
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         result = super().update(*args, **kwargs)
-        self._watcher.tag(result, "kv cache")
+        if self._watcher is not None:
+            self._watcher.tag(result, "kv cache")
         return result
 
 
@@ -137,9 +168,7 @@ class FrozenBase(nn.Module):
 
     def new_cache(self) -> DynamicCache:
         """An empty key-value cache."""
-        if self._watcher is None:
-            return DynamicCache(config=self.model.config)
-        return _WatchedCache(self._watcher, config=self.model.config)
+        return _Cache(self.model.config, self._watcher)
 
     @contextlib.contextmanager
     def watched_by(self, watcher: Any) -> Iterator[None]:

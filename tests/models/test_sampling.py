@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 from conftest import EOS, VOCAB, generator, make_backbone, make_prompts
+from transformers.cache_utils import DynamicLayer
 
 from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
+from grade.models.base import ROOM, KeysValues
 from grade.models.noise import gumbel_noise
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
@@ -107,3 +109,15 @@ def test_a_half_precision_base_is_not_merged():
     pointer = weight.data_ptr()
     with torch.no_grad(), backbone.merged():
         assert weight.data_ptr() == pointer
+
+
+@pytest.mark.parametrize("parts", [(5, *[1] * ROOM), (ROOM, 1), (1, 2 * ROOM + 1, 1)], ids=str)
+def test_keys_and_values_are_those_of_transformers_in_place(parts):
+    own, theirs, source, rooms = KeysValues(), DynamicLayer(), generator(), set()
+    for length in parts:
+        states = [torch.randn(2, 3, length, width, generator=source) for width in (4, 6)]
+        found, expected = own.update(*states), theirs.update(*states)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert own.get_seq_length() == theirs.get_seq_length()
+        rooms.add(found[0].data_ptr())
+    assert len(rooms) == len({math.ceil(end / ROOM) for end in torch.tensor(parts).cumsum(0).tolist()})
