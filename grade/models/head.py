@@ -318,11 +318,13 @@ def kl_divergence(
 
 
 def token_logps(
-    head: Head, hidden: Tensor, ids: Tensor, forbidden: tuple[int, ...] = (), where: Tensor | None = None
-) -> Tensor:
+    head: Head, hidden: Tensor, ids: Tensor, forbidden: tuple[int, ...] = (), where: Tensor | None = None,
+    entropies: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """``log softmax(head(h))`` in nats at one token per row, from hidden states; see `row_values`.
 
-    Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v.
+    Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v. A list ``entropies`` gets the
+    policy's entropies.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -334,23 +336,8 @@ def token_logps(
             return value.squeeze(1), None
         return value.squeeze(1), logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
 
-    return row_values(head, hidden, of_logits, ids.unsqueeze(1), forbidden=forbidden, where=where)
-
-
-def entropy(head: Head, hidden: Tensor) -> Tensor:
-    """``H = -sum_v p_v log p_v`` in nats, ``p = softmax(head(h))``, row by row; see `row_values`.
-
-    Differentiable in ``hidden``: ``dH/dl_v = -p_v (log p_v + H)``.
-    """
-
-    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        logp = logits.log_softmax(-1)
-        del logits
-        p = logp.exp()
-        value = -(p * logp).sum(-1)
-        return value, p.mul_(logp.add_(value.unsqueeze(-1))).neg_() if needed else None
-
-    return row_values(head, hidden, of_logits)
+    tokens = ids.unsqueeze(1)
+    return row_values(head, hidden, of_logits, tokens, forbidden=forbidden, where=where, entropies=entropies)
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
