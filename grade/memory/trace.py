@@ -34,7 +34,7 @@ from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES, Category, LiveTracker
 from grade.memory.settings import Device, TracedConfig
 from grade.memory.step import Step, build, make_step, states_of
-from grade.models.base import ROOM, FrozenBase, KeysValues
+from grade.models.base import FrozenBase, KeysValues
 from grade.models.sampling import Decoder
 
 FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
@@ -281,10 +281,9 @@ def _few_passes(new_tokens: int) -> Iterator[None]:
 def _grow(decoder: Decoder, positions: int) -> None:
     """More positions in the mask and in the cache."""
     decoder.mask = torch.cat([decoder.mask, decoder.mask.new_ones(len(decoder.mask), positions)], 1)
-    for block in torch.arange(positions).split(ROOM):
+    for _ in range(positions):
         for number, layer in enumerate(decoder.cache.layers):
-            states = (old[..., -1:, :].expand(-1, -1, len(block), -1) for old in (layer.keys, layer.values))
-            decoder.cache.update(*states, number)
+            decoder.cache.update(layer.keys[..., -1:, :], layer.values[..., -1:, :], number)
 
 
 def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:

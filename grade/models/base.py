@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,8 +22,8 @@ from grade.models.head import EmbeddingTable, Head
 from grade.models.prompts import position_ids
 from grade.plugins import QUANTISED, import_object
 
-ROOM = 32
-"""Positions by which the room for keys and values grows."""
+SPARE = 16
+"""Where the room for keys and values is too small, the new one has a sixteenth more positions than it needs."""
 
 
 class KeysValues(DynamicLayer):
@@ -44,7 +43,7 @@ class KeysValues(DynamicLayer):
         for number, new in enumerate((key_states, value_states)):
             old = self._room[number]
             if end > old.shape[-2]:
-                self._room[number] = new.new_empty(*new.shape[:-2], math.ceil(end / ROOM) * ROOM, new.shape[-1])
+                self._room[number] = new.new_empty(*new.shape[:-2], end + end // SPARE, new.shape[-1])
                 self._room[number][..., :start, :] = old[..., :start, :]
             self._room[number][..., start:end, :] = new
         self.keys, self.values = (room[..., :end, :] for room in self._room)

@@ -16,7 +16,6 @@ from grade.memory.records import LiveTracker
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step, states_of
 from grade.memory.trace import run_tracked, trace, trace_callable, trace_layers
-from grade.models.base import ROOM
 
 SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
 
@@ -105,8 +104,9 @@ def test_the_key_value_cache_is_what_the_formula_says():
     config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 12})
     peak = trace(config, all_layers=True).phases["rollout"]["kv cache"]
     keys_and_values, layers, heads, width, itemsize = 2, 2, 2, 16, 4
-    # P + T - 1 positions at the end, in room for a whole block.
-    assert 4 + 11 <= ROOM and peak == 2 * ROOM * keys_and_values * layers * heads * width * itemsize
+    # P + T - 1 positions at the end; a growing cache holds the old and the new tensor of one layer at once.
+    exact = 2 * (4 + 11) * keys_and_values * layers * heads * width * itemsize
+    assert exact <= peak <= exact * 1.3
 
 
 def test_saved_bytes_of_the_trace_are_autograds():
@@ -167,7 +167,7 @@ FEW_PASSES = [
     dict(method="remax", batch_size=2),
     dict(method="ppo", batch_size=2),
     dict(method="ste_legacy", max_new_tokens=3, gumbel_topk=8),
-    *(dict(max_new_tokens=tokens, gumbel_topk=8) for tokens in (1, 6, 3 * ROOM)),
+    *(dict(max_new_tokens=tokens, gumbel_topk=8) for tokens in (1, 6, 60)),
 ]
 
 
