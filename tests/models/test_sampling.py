@@ -113,7 +113,7 @@ def test_a_half_precision_base_is_not_merged():
 
 @pytest.mark.parametrize(("parts", "rooms"), [((32, 1, 1, 1), 2), ((5, *[1] * 20), 16), ((1, 70, 2), 2)], ids=str)
 def test_keys_and_values_are_those_of_transformers_in_place(parts, rooms):
-    """With a sixteenth to spare: 32 positions have room for 34; 5 for 5, ..., 15 for 15, 16 for 17, 18 for 19, ..., 24 for 25."""
+    """With a sixteenth to spare: 32 positions have room for 34; 5 to 15 for no more, 16 for 17, ..., 24 for 25."""
     own, theirs, source, found = KeysValues(), DynamicLayer(), generator(), []
     for length in parts:
         states = [torch.randn(2, 3, length, width, generator=source) for width in (4, 6)]
