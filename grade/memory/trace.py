@@ -99,7 +99,7 @@ def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = F
 
     Args:
         config: The step.
-        device: Where it would run; on a CPU, float32 sampling uses another product for few rows.
+        device: Where it would run, which decides the kernels.
         all_layers: Trace every layer, without extrapolation, and every pass that samples, not only the first and the
             last ones: the same peaks, and a timeline of the whole step.
 

@@ -1,4 +1,4 @@
-"""Sampling: exact samples of the policy, where a completion may end, and products of few rows."""
+"""Sampling: exact samples of the policy, where a completion may end, and the cache."""
 
 import math
 
