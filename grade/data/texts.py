@@ -100,7 +100,7 @@ def sample_texts(
     drawn: list[list[int]] = []
     for start in progress(range(0, len(prompts), DRAWN), "completions", delay=WAIT):
         batch = prompts[start : start + DRAWN].to(backbone.device)
-        pair = generate(backbone, batch, completion_tokens, generator, min_new_tokens=min_new_tokens, inverse=True)
+        pair = generate(backbone, batch, completion_tokens, generator, min_new_tokens=min_new_tokens)
         drawn += PromptBatch(*pair).rows()
     return _scored(backbone, rewards, prompts, drawn)
 

@@ -40,8 +40,6 @@ class StepContext:
 class Learner:
     """A method that samples completions of a step, has them scored, and updates: what all of these share."""
 
-    inverse = False  # how tokens are drawn, see `generate`
-
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         self.config, self.backbone = config, backbone
         self.means: list[float] = []  # mean return of each earlier step, if the method reads them
@@ -84,7 +82,7 @@ class Learner:
     def sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         """A completion of each prompt."""
         most, least = self.config.max_completion_length, self.config.min_completion_length
-        drawn = generate(self.backbone, prompts, most, generator, temperature, least, inverse=self.inverse)
+        drawn = generate(self.backbone, prompts, most, generator, temperature, least)
         return Completions(prompts, *drawn)
 
     def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:

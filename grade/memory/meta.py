@@ -40,7 +40,7 @@ class NoData(DispatchMode):
                 return True
             if args[0].dtype.is_floating_point:
                 return 1.0
-        if func is torch.ops.aten.exponential_.default:
+        if func in (torch.ops.aten.exponential_.default, torch.ops.aten.uniform_.default):
             return args[0]
         leaves = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
         if leaves and args[0].device.type == "meta":

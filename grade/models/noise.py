@@ -1,4 +1,4 @@
-"""Gumbel and exponential noise, float32 whatever the model's type."""
+"""Random numbers of a batch: uniform ones that sample tokens, and Gumbel noise, float32 whatever the model's type."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-Draw = Callable[[tuple[int, ...]], Tensor]
-"""Gives new noise of a shape at every call."""
 
 
 class RowGenerator(torch.Generator):
@@ -26,12 +23,23 @@ class RowGenerator(torch.Generator):
         return generator
 
 
-def draw_rows(shape: tuple[int, ...], generator: torch.Generator, draw: Draw) -> Tensor:
+def draw_rows(
+    shape: tuple[int, ...], generator: torch.Generator, draw: Callable[[tuple[int, ...]], Tensor]
+) -> Tensor:  # fmt: skip
     """What ``draw`` makes of a shape [n, ...]; with a `RowGenerator` of its batch's, whose n rows are taken."""
     if not isinstance(generator, RowGenerator) or generator.batch == shape[0]:
         return draw(shape)
     # A copy: a view would keep the other rows' noise as long as these are kept.
     return draw((generator.batch, *shape[1:]))[generator.first : generator.first + shape[0]].clone()
+
+
+def uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Uniform numbers in [0, 1), in float64 on the generator's device."""
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.float64, device=generator.device).uniform_(generator=generator)
+
+    return draw_rows(shape, generator, draw)
 
 
 def gumbel_noise(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from grade.errors import InputError
 from grade.models.batch import PromptBatch
-from grade.models.noise import Draw, draw_rows, gumbel_noise
+from grade.models.noise import uniform
 from grade.models.policy import Policy
 
 BLOCK = 256
@@ -49,24 +46,21 @@ def generate(
     backbone: Policy,
     prompts: PromptBatch,
     max_new_tokens: int,
-    generator: torch.Generator | Draw,
+    generator: torch.Generator | Tensor,
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_early: bool = True,
-    inverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Ordinary samples: ``argmax(l / temperature + g)``, an exact sample of ``softmax(l / temperature)``.
+    """Ordinary samples: a token of ``softmax(l / temperature)`` for each of T uniform numbers, see `draw`.
 
     Args:
         backbone: The policy.
         prompts: B prompts.
         max_new_tokens: T.
-        generator: Source of the noise, or the noise itself.
+        generator: Source of the uniform numbers, or the numbers [B, T] in [0, 1), float64.
         temperature: Sampling temperature; 0 is greedy.
         min_new_tokens: End-of-sequence is not sampled before this many tokens.
         stop_early: Stop when every completion has ended.
-        inverse: Draw a token with one random number (`draw`) instead of noise for the whole vocabulary: less to
-            compute. The completions have the same distribution; they are other ones for the same seed.
 
     Returns:
         Completion ids and mask, each [B, T'] with T' <= T.
@@ -79,23 +73,24 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
+    numbers = generator
+    if not isinstance(numbers, Tensor):
+        numbers = uniform((len(prompts), max_new_tokens), generator)
     eos, ids, masks, going = backbone.eos_token_ids, [], [], True
     with backbone.merged():
         state = Decoder(backbone, prompts)
         alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
         for step in range(max_new_tokens):
             if going:
-                logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
-                if inverse:
-                    token, logps = draw(logits / temperature, generator)
-                    _check_logits(logps, alive)
-                else:
-                    if temperature > 0:
-                        shape = tuple(logits.shape)
-                        noise = generator(shape) if callable(generator) else gumbel_noise(shape, generator)
-                        logits = logits / temperature + noise
+                logits = state.logits()
+                if step < min_new_tokens:
+                    logits = forbid_eos(logits, None, step, min_new_tokens, eos)
+                if temperature == 0:
                     token = logits.argmax(-1)
-                    _check_logits(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
+                    logp = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+                else:
+                    token, logp = draw(logits if temperature == 1 else logits / temperature, numbers[:, step])
+                _check_logits(logp, alive)
                 ids.append(token)
                 masks.append(alive)
                 alive = alive & ~is_eos(token, eos)
@@ -107,9 +102,9 @@ def generate(
         return torch.stack(ids, 1), torch.stack(masks, 1).long()  # within: the phase of a traced step is the rollout's
 
 
-def _check_logits(largest: Tensor, alive: Tensor) -> None:
-    """Reject NaN and infinity among the largest logits [B] of completions that have not ended: argmax returns NaN."""
-    finite = largest.isfinite() | ~alive
+def _check_logits(values: Tensor, alive: Tensor) -> None:
+    """Reject NaN and infinity among values [B] of the tokens that were chosen, where a completion has not ended."""
+    finite = values.isfinite() | ~alive
     if not finite.all():
         rows = f"NaN or infinity for {int((~finite).sum())} of {len(finite)} prompts"
         raise InputError("logits", rows, "a model and an adapter whose logits are finite")
@@ -139,33 +134,33 @@ class Decoder:
         self.last = self.backbone.decode(embeds.unsqueeze(1), self.mask, self.cache)[:, 0]
 
 
-def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row's softmax by inverse transform [B], and its log-probability [B], from logits [B, V].
 
-    With weights ``w_v = exp(l_v)``, cumulative sums ``c`` of whole blocks of tokens and u uniform in [0, 1), the block
-    is the first with ``c > u C``, C the sum of all; what is left of u within the block then chooses the token in the
-    same way. Blocks, because a cumulative sum over the vocabulary takes three times as long as the weights do.
+    With weights ``w_v = exp(l_v)``, cumulative sums ``c`` of whole blocks of tokens and the row's number u in [0, 1),
+    the block is the first with ``c > u C``, C the sum of all; what is left of u within the block then chooses the token
+    in the same way. Blocks, because a cumulative sum over the vocabulary takes three times as long as the weights do;
+    one number for a row, because noise for the vocabulary takes as long as two layers. The numbers [B] are float64.
     Log-probabilities are not finite where the logits are not.
 
-    >>> logits = torch.tensor([[0.0, float("-inf"), 0.0]]).expand(1000, 3)
-    >>> tokens, logps = draw(logits, torch.Generator().manual_seed(0))
-    >>> sorted(set(tokens.tolist())), round(float(logps[0].exp()), 6)
-    ([0, 2], 0.5)
+    >>> logits = torch.tensor([[0.0, float("-inf"), 0.0]]).expand(4, 3)
+    >>> tokens, logps = draw(logits, torch.tensor([0.0, 0.4, 0.5, 0.9], dtype=torch.float64))
+    >>> tokens.tolist(), round(float(logps[0].exp()), 6)
+    ([0, 0, 2, 2], 0.5)
     """
     batch, vocab = logits.shape
     largest = logits.amax(-1, keepdim=True)
-    weights = (logits - largest).exp_()
-    if vocab % BLOCK:
-        weights = F.pad(weights, (0, -vocab % BLOCK))
-    blocks = weights.view(batch, -1, BLOCK)
-    sums = blocks.sum(-1).double()
+    weights = logits.new_empty(batch, -(-vocab // BLOCK), BLOCK)
+    flat = weights.view(batch, -1)
+    torch.sub(logits, largest, out=flat[:, :vocab]).exp_()
+    flat[:, vocab:] = 0
+    sums = weights.sum(-1).double()
     ends = sums.cumsum(-1)
     total = ends[:, -1:]
-    uniform = partial(torch.rand, generator=generator, dtype=torch.float64, device=logits.device)
-    u = draw_rows(tuple(total.shape), generator, uniform) * total
+    u = numbers.unsqueeze(-1) * total
     block = torch.searchsorted(ends, u, right=True).clamp(max=ends.shape[1] - 1)
     size = sums.gather(1, block)
-    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
+    inside = weights.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
     rest = (u - ends.gather(1, block) + size) / size * inside[:, -1:]
     token = (block * BLOCK + torch.searchsorted(inside, rest, right=True)).clamp(max=vocab - 1)
     logp = logits.gather(-1, token) - largest - total.log().to(logits.dtype)

@@ -70,8 +70,6 @@ BASE = "base"
 class TeacherGradient(Learner):
     """The method `teacher`. It keeps nothing between steps."""
 
-    inverse = True  # nothing here reads the noise
-
     def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
         """Add the gradient along completions; the reward is minus the divergence."""
         (prompts, ids, mask), near = completions.text, objective.beta > 0

@@ -38,12 +38,11 @@ def second_token(backbone, least):
     return start @ logits[:, 1] / start.sum()
 
 
-@pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(("least", "temperature"), [(0, 1.0), (2, 0.7)])
-def test_a_position_has_the_policys_distribution(inverse, least, temperature):
+def test_a_position_has_the_policys_distribution(least, temperature):
     """Chi-square of the second token, which a cache has to get right; fixed seeds."""
     backbone = perturb_adapter(make_backbone()).view(temperature=temperature)
-    ids, mask = generate(backbone, one_prompt(DRAWS), 2, generator(), min_new_tokens=least, inverse=inverse)
+    ids, mask = generate(backbone, one_prompt(DRAWS), 2, generator(), min_new_tokens=least)
     want = second_token(backbone, least)
     with backbone.reference():
         base = second_token(backbone, least)
@@ -59,7 +58,12 @@ def test_a_token_is_drawn_by_its_probability_across_blocks():
     for vocab in (2 * BLOCK, 600):
         logits = 2 * torch.randn(1, vocab, generator=generator())
         logits[:, ::7] = -torch.inf
-        tokens, logps = draw(logits.expand(20_000, vocab), generator(1))
+        numbers = torch.rand(20_000, generator=generator(1), dtype=torch.float64)
+        tokens, logps = draw(logits.expand(20_000, vocab), numbers)
         counts = np.bincount(tokens.numpy(), minlength=vocab)
         assert chi_square(counts, logits[0].double().softmax(-1).numpy()) > 0.001
         torch.testing.assert_close(logps, logits[0].log_softmax(-1)[tokens])
+        places = numbers * logits[0].exp().double().sum()
+        ends = logits[0].exp().double().cumsum(0)
+        near = (ends[tokens] - places).minimum(places - (ends - logits[0].exp().double())[tokens])
+        assert near.min() > -1e-3  # the token's own stretch of the cumulative sum, to float32's rounding of its weights
