@@ -11,28 +11,29 @@ from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
 from grade.models.base import KeysValues
-from grade.models.noise import gumbel_noise
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-def test_a_token_is_the_largest_of_logits_over_temperature_plus_noise(backbone, temperature):
-    prompts, draws, source = make_prompts(), [], torch.Generator().manual_seed(0)
-
-    def noise(shape):
-        draws.append(gumbel_noise(shape, source))
-        return draws[-1]
-
-    ids, mask = generate(backbone, prompts, 4, noise, temperature, stop_early=False)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_token_is_where_its_number_falls_among_the_cumulative_probabilities(backbone, temperature):
+    prompts, shape = make_prompts(), (3, 4)
+    ids, mask = generate(backbone, prompts, 4, generator(), temperature, stop_early=False)
+    numbers = torch.rand(shape, generator=generator(), dtype=torch.float64)
+    assert torch.equal(generate(backbone, prompts, 4, numbers, temperature, stop_early=False)[0], ids)
     with torch.no_grad():
         logits = backbone.head(predicting_hidden(backbone, prompts, ids))
-    assert len(draws) == (4 if temperature else 0)
-    scores = logits / temperature + torch.stack(draws, 1) if temperature else logits
-    assert torch.equal(ids, scores.argmax(-1)) and ids.dtype == mask.dtype == torch.int64
-    if temperature:
-        again = generate(backbone, prompts, 4, torch.Generator().manual_seed(0), temperature, stop_early=False)[0]
-        assert torch.equal(again, ids)  # a generator gives the same noise
+    ends = (logits / temperature).softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(ends, numbers.unsqueeze(-1), right=True).squeeze(-1)
+    assert torch.equal(ids, expected) and ids.dtype == mask.dtype == torch.int64
+    assert torch.equal(generate(backbone, prompts[1:], 4, numbers[1:], temperature, stop_early=False)[0], ids[1:])
+
+
+def test_at_temperature_0_a_token_is_the_likeliest(backbone):
+    prompts = make_prompts()
+    ids, _ = generate(backbone, prompts, 4, generator(), 0.0, stop_early=False)
+    with torch.no_grad():
+        assert torch.equal(ids, backbone.head(predicting_hidden(backbone, prompts, ids)).argmax(-1))
 
 
 def test_a_completion_ends_with_its_first_end_of_sequence(backbone):
@@ -77,13 +78,11 @@ def test_logits_that_are_not_finite_are_refused(row, backbone):
 
 @pytest.mark.parametrize("least", [1, 3])
 def test_a_completion_may_end_right_after_the_least_length(backbone, least):
-    def ending(shape):
-        noise = torch.zeros(shape)
-        noise[:, EOS] = 1e6  # as soon as it is allowed, the end is drawn
-        return noise
-
+    bias = torch.zeros(VOCAB, dtype=torch.float64)
+    bias[EOS] = 50.0  # as soon as it is allowed, the end is drawn
+    backbone.set_token_bias(bias)
     prompts = make_prompts()
-    ids, mask = generate(backbone, prompts, 8, ending, min_new_tokens=least)
+    ids, mask = generate(backbone, prompts, 8, generator(), min_new_tokens=least)
     assert mask.sum(1).tolist() == [least + 1] * 3  # with the end itself
     assert torch.isin(ids[:, least], torch.tensor(EOS)).all()
     logps = completion_logps(backbone, prompts, ids, mask, min_new_tokens=least)
@@ -95,12 +94,14 @@ def test_a_completion_may_end_right_after_the_least_length(backbone, least):
 
 
 @pytest.mark.parametrize("least", [0, 3])
-def test_straight_through_rollout_and_generate_are_one_sample(backbone, least):
+def test_a_relaxed_rollout_takes_the_largest_of_logits_plus_noise(backbone, least):
     prompts = make_prompts(5)
     config = RelaxationConfig(gumbel_topk=0, max_new_tokens=6, min_new_tokens=least)
     rollout = sample(backbone, prompts, config, generator(3))
-    ids, mask = generate(backbone, prompts, 6, generator(3), min_new_tokens=least, stop_early=False)
-    assert torch.equal(ids, rollout.completion_ids) and torch.equal(mask, rollout.completion_mask)
+    with torch.no_grad():
+        logits = backbone.head(predicting_hidden(backbone, prompts, rollout.completion_ids))
+    logits[:, :least, EOS] = -torch.inf
+    assert torch.equal((logits + rollout.noise).argmax(-1), rollout.completion_ids)
 
 
 def test_a_half_precision_base_is_not_merged():

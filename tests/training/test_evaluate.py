@@ -1,4 +1,4 @@
-"""An evaluation: the same prompts and noise for every policy, each value with its prompt."""
+"""An evaluation: the same prompts and random numbers for every policy, each value with its prompt."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from grade import encode_prompts, evaluate, generate
 from grade.gradients.objective import sequence_mean
 from grade.models.prompts import decode
 from grade.models.scoring import sequence_kl
-from grade.training.evaluate import NoiseBlocks
 from grade.training.toy import toy_task
 
 SIZES = dict(max_new_tokens=5, max_prompt_tokens=6)
@@ -54,23 +53,3 @@ def test_batches_change_nothing_and_kl_is_of_the_first_prompts_alone(task, evalu
     assert len(other.kl) == changes.get("kl_prompts", 7)
     assert other.kl == pytest.approx(evaluation.kl[: len(other.kl)], abs=1e-6)
     assert other.kl_per_completion == pytest.approx(evaluation.kl_per_completion[: len(other.kl)], abs=5e-6)
-
-
-N, V, T, BLOCK = 22, 5, 3, 8
-
-
-def drawn(batch_size, ended_after=T):
-    """Noise [N, ended_after, V], taken batch by batch."""
-    noise = NoiseBlocks(torch.Generator().manual_seed(3), N, V, T, BLOCK)
-    parts = []
-    for start in range(0, N, batch_size):
-        stop = min(start + batch_size, N)
-        draw = noise.rows(start, stop)
-        parts.append(torch.stack([draw((stop - start, V)) for _ in range(ended_after)], 1))
-    return torch.cat(parts)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 8, 12, 16, 22, 64])
-def test_any_batches_give_the_same_noise_also_where_all_texts_ended_early(batch_size):
-    for tokens in (1, T):
-        assert torch.equal(drawn(batch_size, tokens), drawn(BLOCK)[:, :tokens])
