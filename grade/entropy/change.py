@@ -32,9 +32,21 @@ class _Reweighted:
     change: float
     stderr: float  # standard error of the change, over prompts, or over samples if there is only one prompt
     ess: float  # effective sample size
-    # Shape of the generalised Pareto tail of the weights: above 0.7 the estimate cannot be trusted (Vehtari et al.
-    # 2024, arXiv:1507.02646); None with fewer than 50 samples or equal weights.
-    pareto_k: float | None
+    weights: Tensor  # of all samples, their mean 1
+
+    def pareto_k(self) -> float | None:
+        """Shape of the generalised Pareto distribution of the largest weights, ``min(n / 5, 3 sqrt(n))`` of them.
+
+        Above 0.7 the estimate cannot be trusted (Vehtari et al. 2024, arXiv:1507.02646). None with fewer than 50
+        samples or equal weights.
+        """
+        n = len(self.weights)
+        count = int(min(n / 5, 3 * math.sqrt(n)))
+        top = self.weights.sort(descending=True).values
+        if n < 50 or top[0] == top[count]:
+            return None
+        excess = (top[:count] - top[count]).clamp_min(1e-300).numpy()
+        return float(genpareto.fit(excess / excess.mean(), floc=0)[0])
 
 
 def reweighted_change(old: SampleScores, new: SampleScores, mask: Tensor | None = None) -> _Reweighted:
@@ -53,8 +65,7 @@ def reweighted_change(old: SampleScores, new: SampleScores, mask: Tensor | None 
     units = influence.mean(1) if len(influence) > 1 else influence[0]
     stderr = units.std() / math.sqrt(len(units))
     ess = float(w.sum() ** 2 / (w**2).sum())
-    k = _pareto_k(w.flatten())
-    return _Reweighted(float(before), float(after), float(after - before), float(stderr), ess, k)
+    return _Reweighted(float(before), float(after), float(after - before), float(stderr), ess, w.flatten())
 
 
 def prefix_change(old: SampleScores, new: SampleScores) -> Tensor:
@@ -88,14 +99,3 @@ def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
 def _parts(old: SampleScores, new: SampleScores) -> list[Tensor]:
     """Log-probabilities and then entropies, old and new, in float64."""
     return [part.double() for part in (old.logps, new.logps, old.entropies, new.entropies)]
-
-
-def _pareto_k(w: Tensor) -> float | None:
-    """Shape of the generalised Pareto distribution fitted to the largest weights, ``min(n / 5, 3 sqrt(n))`` of them."""
-    n = len(w)
-    count = int(min(n / 5, 3 * math.sqrt(n)))
-    top = w.sort(descending=True).values
-    if n < 50 or top[0] == top[count]:
-        return None
-    excess = (top[:count] - top[count]).clamp_min(1e-300).numpy()
-    return float(genpareto.fit(excess / excess.mean(), floc=0)[0])

@@ -289,7 +289,7 @@ class EntropyProbe:
             "ess": change.ess,
             "clipped_weights": 0.0,  # they never are
             "resampled": 0.0,
-            **({} if change.pareto_k is None else {"pareto_k": change.pareto_k}),
+            **({} if (k := change.pareto_k()) is None else {"pareto_k": k}),
             **self._by_prefix(old, new, terms),
         }
         if change.ess < ESS_SHARE * old.logps[..., 0].numel():
