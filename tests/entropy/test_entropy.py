@@ -189,6 +189,16 @@ def test_reweighting_by_hand():
     assert estimate.ess == pytest.approx(4 / (1.5**2 + 0.5**2))
     tokens = reweighted_change(old, new, torch.tensor([[[1.0], [3.0]]]))
     assert tokens.after == pytest.approx((1.5 * math.log(4 / 3) + 0.5 * math.log(4)) / (1.5 + 0.5 * 3))
+    assert estimate.pareto_k() is None  # two samples
+
+
+@pytest.mark.parametrize("k", [0.3, 0.7, 1.2])
+def test_the_tail_of_weights_is_found(k):
+    quantiles = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    log_weights = (-k * torch.log1p(-quantiles)).view(-1, 1, 1)  # Pareto of index 1 / k, whose tail has shape k
+    old, new = (SampleScores(each, torch.ones_like(each)) for each in (torch.zeros_like(log_weights), log_weights))
+    # 190 of its largest: a random sample would be off by (1 + k) / sqrt(190); quantiles lack the far end alone
+    assert reweighted_change(old, new).pareto_k() == pytest.approx(k, abs=(1 + k) / 190**0.5)
 
 
 # --- forward mode, and the change after a step ---
