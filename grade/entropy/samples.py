@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.autograd.forward_ad as fwd
@@ -34,6 +35,7 @@ from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
 from grade.models.batch import PromptBatch, Rows
 from grade.models.head import Head, token_logps
+from grade.models.noise import gumbel_noise
 from grade.models.parameters import flatten, split_vector, trained_parameters
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
@@ -74,12 +76,12 @@ def draw(
     backbone: Backbone, prompts: PromptBatch, group: int, max_new_tokens: int, generator: torch.Generator,
     temperature: float = 1.0, microbatch: int = 64,
 ) -> Samples:  # fmt: skip
-    """G = ``group`` completions of each prompt, ``microbatch`` of them at once."""
+    """G = ``group`` completions of each prompt, ``microbatch`` of them at once; by noise, so that policies share it."""
     owner = torch.arange(len(prompts)).repeat_interleave(group)
-    ids, masks = [], []
+    ids, masks, noise = [], [], partial(gumbel_noise, generator=generator)
     for rows in progress(owner.split(microbatch), "sampling"):
         part = prompts[rows].to(backbone.device)
-        one, mask = generate(backbone, part, max_new_tokens, generator, temperature, stop_early=False)
+        one, mask = generate(backbone, part, max_new_tokens, noise, temperature, stop_early=False)
         ids.append(one.cpu())
         masks.append(mask.cpu())
     shape = (len(prompts), group, max_new_tokens)

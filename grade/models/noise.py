@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Draw = Callable[[tuple[int, ...]], Tensor]
+"""Gives new noise of a shape at every call."""
+
 
 class RowGenerator(torch.Generator):
     """A generator for consecutive rows of a batch: `draw_rows` draws for the whole batch, and takes these.
@@ -23,9 +26,7 @@ class RowGenerator(torch.Generator):
         return generator
 
 
-def draw_rows(
-    shape: tuple[int, ...], generator: torch.Generator, draw: Callable[[tuple[int, ...]], Tensor]
-) -> Tensor:  # fmt: skip
+def draw_rows(shape: tuple[int, ...], generator: torch.Generator, draw: Draw) -> Tensor:
     """What ``draw`` makes of a shape [n, ...]; with a `RowGenerator` of its batch's, whose n rows are taken."""
     if not isinstance(generator, RowGenerator) or generator.batch == shape[0]:
         return draw(shape)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.models.batch import PromptBatch
-from grade.models.noise import uniform
+from grade.models.noise import Draw, uniform
 from grade.models.policy import Policy
 
 BLOCK = 256
@@ -46,18 +46,20 @@ def generate(
     backbone: Policy,
     prompts: PromptBatch,
     max_new_tokens: int,
-    generator: torch.Generator | Tensor,
+    generator: torch.Generator | Draw,
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_early: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Ordinary samples: a token of ``softmax(l / temperature)`` for each of T uniform numbers, see `draw`.
+    """Ordinary samples, each token of ``softmax(l / temperature)``: by one uniform number (`draw`), or by given noise.
 
     Args:
         backbone: The policy.
         prompts: B prompts.
         max_new_tokens: T.
-        generator: Source of the uniform numbers, or the numbers [B, T] in [0, 1), float64.
+        generator: Source of the uniform numbers; or a function that gives Gumbel noise g [B, V] for each token in
+            turn, which is then ``argmax(l / temperature + g)``. Policies that are alike mostly have the same largest
+            entry under the same noise, so that they can be compared.
         temperature: Sampling temperature; 0 is greedy.
         min_new_tokens: End-of-sequence is not sampled before this many tokens.
         stop_early: Stop when every completion has ended.
@@ -73,9 +75,7 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
-    numbers = generator
-    if not isinstance(numbers, Tensor):
-        numbers = uniform((len(prompts), max_new_tokens), generator)
+    numbers = None if callable(generator) else uniform((len(prompts), max_new_tokens), generator)
     eos, ids, masks, going = backbone.eos_token_ids, [], [], True
     with backbone.merged():
         state = Decoder(backbone, prompts)
@@ -85,12 +85,16 @@ def generate(
                 logits = state.logits()
                 if step < min_new_tokens:
                     logits = forbid_eos(logits, None, step, min_new_tokens, eos)
-                if temperature == 0:
-                    token = logits.argmax(-1)
-                    logp = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+                if temperature not in (0, 1):
+                    logits = logits / temperature
+                if temperature > 0 and numbers is not None:
+                    token, value = draw(logits, numbers[:, step])
                 else:
-                    token, logp = draw(logits if temperature == 1 else logits / temperature, numbers[:, step])
-                _check_logits(logp, alive)
+                    if temperature > 0:
+                        logits = logits + generator(tuple(logits.shape))
+                    token = logits.argmax(-1)
+                    value = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+                _check_logits(value, alive)
                 ids.append(token)
                 masks.append(alive)
                 alive = alive & ~is_eos(token, eos)

@@ -1,6 +1,7 @@
 """Sampling: exact samples of the policy, where a completion may end, and the cache."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
 from grade.models.base import KeysValues
+from grade.models.noise import gumbel_noise
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
 
@@ -20,13 +22,39 @@ def test_a_token_is_where_its_number_falls_among_the_cumulative_probabilities(ba
     prompts, shape = make_prompts(), (3, 4)
     ids, mask = generate(backbone, prompts, 4, generator(), temperature, stop_early=False)
     numbers = torch.rand(shape, generator=generator(), dtype=torch.float64)
-    assert torch.equal(generate(backbone, prompts, 4, numbers, temperature, stop_early=False)[0], ids)
     with torch.no_grad():
         logits = backbone.head(predicting_hidden(backbone, prompts, ids))
     ends = (logits / temperature).softmax(-1).cumsum(-1)
     expected = torch.searchsorted(ends, numbers.unsqueeze(-1), right=True).squeeze(-1)
     assert torch.equal(ids, expected) and ids.dtype == mask.dtype == torch.int64
-    assert torch.equal(generate(backbone, prompts[1:], 4, numbers[1:], temperature, stop_early=False)[0], ids[1:])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_with_noise_a_token_is_the_largest_of_logits_over_temperature_plus_it(backbone, temperature):
+    prompts, draws, source = make_prompts(), [], generator()
+
+    def noise(shape):
+        draws.append(gumbel_noise(shape, source))
+        return draws[-1]
+
+    ids, _ = generate(backbone, prompts, 4, noise, temperature, stop_early=False)
+    with torch.no_grad():
+        logits = backbone.head(predicting_hidden(backbone, prompts, ids))
+    assert torch.equal(ids, (logits / temperature + torch.stack(draws, 1)).argmax(-1))
+
+
+def test_policies_that_share_noise_draw_the_same_tokens_as_often_as_they_can():
+    """With total variation d two policies agree in at least (1 - d) / (1 + d) of the draws: five standard errors."""
+    one, n = make_backbone(), 4000
+    prompts, tokens, laws = make_prompts(1).repeat(n), [], []
+    for scale in (0.0, 1.0):
+        one.set_token_bias(scale * torch.randn(VOCAB, generator=generator(5), dtype=torch.float64))
+        tokens.append(generate(one, prompts, 1, partial(gumbel_noise, generator=generator()))[0])
+        laws.append(one.head(predicting_hidden(one, prompts[:1], tokens[0][:1])).detach().softmax(-1).flatten())
+    d = float((laws[0] - laws[1]).abs().sum() / 2)
+    least = (1 - d) / (1 + d)
+    assert float((tokens[0] == tokens[1]).double().mean()) >= least - 5 * (least * (1 - least) / n) ** 0.5
+    assert d > 0.2
 
 
 def test_at_temperature_0_a_token_is_the_likeliest(backbone):

@@ -1,4 +1,6 @@
-"""An evaluation: the same prompts and random numbers for every policy, each value with its prompt."""
+"""An evaluation: the same prompts and noise for every policy, each value with its prompt."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,8 +8,10 @@ from conftest import perturb_adapter
 
 from grade import encode_prompts, evaluate, generate
 from grade.gradients.objective import sequence_mean
+from grade.models.noise import gumbel_noise
 from grade.models.prompts import decode
 from grade.models.scoring import sequence_kl
+from grade.training.evaluate import NoiseBlocks
 from grade.training.toy import toy_task
 
 SIZES = dict(max_new_tokens=5, max_prompt_tokens=6)
@@ -29,9 +33,9 @@ def evaluation(task):
 def test_values_are_those_of_the_completions_that_the_seed_draws(task, evaluation):
     policy, texts = task.backbone, task.validation_prompts[:7]
     prompts = encode_prompts(policy.tokenizer, texts, 6)
-    generator = torch.Generator().manual_seed(1)
+    noise = partial(gumbel_noise, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ids, mask = generate(policy, prompts, 5, generator)
+        ids, mask = generate(policy, prompts, 5, noise)
         each = sequence_kl(policy, prompts, ids, mask)
         kl = sequence_mean(each, mask)
         read = torch.cat([policy.embed(prompts.ids), policy.embed(ids)], 1)
@@ -53,3 +57,23 @@ def test_batches_change_nothing_and_kl_is_of_the_first_prompts_alone(task, evalu
     assert len(other.kl) == changes.get("kl_prompts", 7)
     assert other.kl == pytest.approx(evaluation.kl[: len(other.kl)], abs=1e-6)
     assert other.kl_per_completion == pytest.approx(evaluation.kl_per_completion[: len(other.kl)], abs=5e-6)
+
+
+N, V, T, BLOCK = 22, 5, 3, 8
+
+
+def drawn(batch_size, ended_after=T):
+    """Noise [N, ended_after, V], taken batch by batch."""
+    noise = NoiseBlocks(torch.Generator().manual_seed(3), N, V, T, BLOCK)
+    parts = []
+    for start in range(0, N, batch_size):
+        stop = min(start + batch_size, N)
+        draw = noise.rows(start, stop)
+        parts.append(torch.stack([draw((stop - start, V)) for _ in range(ended_after)], 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 8, 12, 16, 22, 64])
+def test_any_batches_give_the_same_noise_also_where_all_texts_ended_early(batch_size):
+    for tokens in (1, T):
+        assert torch.equal(drawn(batch_size, tokens), drawn(BLOCK)[:, :tokens])
