@@ -81,7 +81,7 @@ def test_kl_and_gain_of_a_length_are_those_of_the_distributions():
 def test_a_reward_that_tokens_do_not_explain_is_said_to_be_one(reward):
     task = toy_task()
     found = fit_bias(task.backbone, reward, task.train_prompts[:5], 1.0, args=ARGS)
-    assert found.r2 < 0.02 and abs(found.predicted) < 0.05
+    assert found.r2 < 0.02 and abs(found.predicted) < 0.1  # a third of a standard deviation; an explained one has 1.4
     assert "tokens alone explain nothing of this reward: train with --method rloo" in found.summary()
     if reward is not noise:
         assert not task.backbone.token_bias.any() and found.kl.mean == 0 and not found.limit
@@ -160,7 +160,7 @@ def test_a_few_completions_give_the_direction_of_many_where_the_reward_is_linear
     few, many = (fit.values for fit in found.values())
     # R = sigmoid(z), z linear: every gradient has one direction, and only its length differs
     assert torch.cosine_similarity(few - few.mean(), many - many.mean(), 0) > 0.999
-    assert float(few.norm() / many.norm()) < 1.2
+    assert 2 / 3 < float(few.norm() / many.norm()) < 1.5  # of 8 completions: its standard error is about 0.1
 
 
 def test_texts_of_which_none_is_long_enough_are_refused():
