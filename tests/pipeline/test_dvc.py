@@ -4,6 +4,8 @@ import ast
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -188,3 +190,18 @@ def test_every_profiles_training_runs_are_valid_settings(profile):
         # What a default would change without notice, or make depend on where the project lies.
         assert {"method", "seed", "beta", "learning_rate", "lr_scheduler_type", "eval_strategy"} <= set(values)
         assert config.base_name == config.model and (config.use_cpu or profile == "h100")
+
+
+def test_make_runs_each_stage_once_and_after_those_that_it_reads(tmp_path):
+    options = ["--no-print-directory", "-s", f"VENV={sys.prefix}", "rules"]
+    rules = subprocess.run(["make", *options], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "stages.mk").write_text(rules)
+    told = subprocess.run(
+        ["make", "-n", "-f", "stages.mk", "all"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    order = [line.split()[-1] for line in told.stdout.splitlines()]
+    graph = Repo(str(ROOT)).index.graph  # an edge leads to what a stage reads
+    assert sorted(order) == sorted(stage.addressing for stage in graph)
+    assert all(order.index(one.addressing) > order.index(other.addressing) for one, other in graph.edges)
+    waits = set(re.findall(r"^(\S+)\.stage: (\S+)\.stage$", rules, re.M))
+    assert waits == {(one.addressing, other.addressing) for one, other in graph.edges}
