@@ -62,6 +62,15 @@ def direction(backbone, seed=0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def test_a_likelier_token_takes_the_place_of_others_in_samples_and_moves_none_between_others():
+    """Policies share the noise of each token; one uniform number for all would move many between the others."""
+    base, other = tiny(), tiny()
+    other.set_token_bias(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]))
+    before, after = (drawn(policy, group=100).ids[..., 0] for policy in (base, other))
+    changed = before != after
+    assert changed.any() and (after[changed] == 0).all()
+
+
 # --- gradients ---
 
 
