@@ -191,7 +191,7 @@ FIGURES = [
     ("README.md", "1,280, `bag` | tiny | +{} |", "full/limit", "tilt_gradient/tiny_bag/reward_at_5_over_ste", ".3f±"),
     ("README.md", "(bias from texts: {};", "full/limit", "efficiency/tiny_gold/tilt", ".2f"),
     ("README.md", "best of 16: {})", "full/limit", "efficiency/tiny_gold/best_of_16", ".2f"),
-    ("README.md", "best of 16: 0.85) | tiny | {} |", "full/limit", "efficiency/tiny_gold/rloo", ".3f±"),
+    ("README.md", "best of 16: 0.84) | tiny | {} |", "full/limit", "efficiency/tiny_gold/rloo", ".3f±"),
     ("README.md", "KL of {} nats, `auto`", "your_own_task", "auto/kl", ".1f"),
     ("README.md", "`auto` goes from {} to", "your_own_task", "auto/function/before", ".2f"),
     ("README.md", "to {} on held-out", "your_own_task", "auto/function/after", ".2f"),
