@@ -182,14 +182,14 @@ def _flat(nested, prefix=""):
 
 # Pages, text around a figure ({} stands for it), folder of results, key, format; a "±" takes the standard error too.
 FIGURES = [
-    ("README.md", "has a reward of {}; refitted", "full/limit", "reward_at_5/tiny_gold/tilt", ".2f"),
-    ("README.md", "own 1,280 completions {}; `rloo`", "full/limit", "reward_at_5/tiny_gold/tilt_own", ".2f"),
+    ("README.md", "has a reward of {}; refitted", "full/limit", "reward_at_5/tiny_gold/bias_texts", ".2f"),
+    ("README.md", "own 1,280 completions {}; `rloo`", "full/limit", "reward_at_5/tiny_gold/tilt", ".2f"),
     ("README.md", "after as many, {} (", "full/limit", "reward_at_5/tiny_gold/rloo", ".2f"),
     ("README.md", "after ten times as many {} (one)", "full/limit", "reward_at_5/tiny_gold/rloo_x10", ".2f"),
-    ("README.md", "0.021) | tiny | +{} |", "full/limit", "tilt/tiny_gold/reward_at_5_over_rloo", ".3f±"),
-    ("README.md", "(SmolLM2, three: +{})", "full/limit", "tilt/smollm2_gold/reward_at_5_over_rloo", ".3f±"),
-    ("README.md", "1,280, `bag` | tiny | +{} |", "full/limit", "tilt_gradient/tiny_bag/reward_at_5_over_ste", ".3f±"),
-    ("README.md", "(bias from texts: {};", "full/limit", "efficiency/tiny_gold/tilt", ".2f"),
+    ("README.md", "0.021) | tiny | +{} |", "full/limit", "bias_texts/tiny_gold/reward_at_5_over_rloo", ".3f±"),
+    ("README.md", "(SmolLM2, three: +{})", "full/limit", "bias_texts/smollm2_gold/reward_at_5_over_rloo", ".3f±"),
+    ("README.md", "1,280, `bag` | tiny | +{} |", "full/limit", "bias_gradient/tiny_bag/reward_at_5_over_ste", ".3f±"),
+    ("README.md", "(bias from texts: {};", "full/limit", "efficiency/tiny_gold/bias_texts", ".2f"),
     ("README.md", "best of 16: {})", "full/limit", "efficiency/tiny_gold/best_of_16", ".2f"),
     ("README.md", "best of 16: 0.84) | tiny | {} |", "full/limit", "efficiency/tiny_gold/rloo", ".3f±"),
     ("README.md", "KL of {} nats, `auto`", "your_own_task", "auto/kl", ".1f"),
@@ -223,9 +223,9 @@ FIGURES = [
 
 # Rows of the table of the limit by their first cell.
 LIMIT_ROWS = {
-    "bias from 8,192 scored texts": "tilt", "bias from one gradient of 8 completions": "tilt_gradient8",
-    "`tilt`, own completions": "tilt_own", "`auto`": "auto", "`rloo`": "rloo", "`ste`": "ste",
-    "values by state, 8,192 texts, three seeds": "tilt_states",
+    "bias from 8,192 scored texts": "bias_texts", "bias from one gradient of 8 completions": "bias_gradient8",
+    "`tilt`, own completions": "tilt", "`auto`": "auto", "`rloo`": "rloo", "`ste`": "ste",
+    "values by state, 8,192 texts, three seeds": "bias_states",
     "`rloo`, ten times the completions, one seed": "rloo_x10",
     "a bias in the adapter's place, by `rloo`, three seeds": "rloo_bias",
 }  # fmt: skip

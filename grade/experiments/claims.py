@@ -16,7 +16,7 @@ ABOUT = 0.25
 
 How = Literal["traced", "measured", "counted", "derived"]
 """The real step without data; run here; live bytes of real tensors; arithmetic, or read in the published code."""
-Verdict = Literal["confirmed", "refuted", "partly", "not testable"]
+Verdict = Literal["confirmed", "refuted", "partly", "undecided", "not testable"]
 
 
 class Claim(Config):

@@ -79,7 +79,8 @@ def _methods(outputs: Path, key: str) -> str:
     rows = [[f"`{method}`", *(_value(metrics, f"reward_at_{known[0][1]}/{task}/{method}") for task in tasks)]
             for method in methods]  # fmt: skip
     kl = known[0][1] if known else ""
-    text = f"Held-out reward at {kl} nats per completion, ± over seeds and prompts; `_n` in `metrics.json`: seeds."
+    text = f"Held-out reward at {kl} nats per completion, ± over seeds and prompts; `_n` in `metrics.json`: seeds. " \
+           "A bias from texts, a gradient or states is fitted once, `tilt` refits its own along the run."  # fmt: skip
     return _table(f"Methods side by side: {key}", text, ["method", *tasks], rows)
 
 

@@ -36,7 +36,7 @@ def test_claims_of_several_documents_are_joined_in_order(tmp_path, capsys):
     assert [c.seed for c in joined] == ["000", "000", "004"] and joined[2].claim == "b, c"
     text = (results / "claims.md").read_text()
     assert verdict_counts(joined) in text and to_markdown(joined) in text
-    # columns: confirmed, refuted, partly, not testable
-    assert verdict_counts(joined).splitlines()[2:] == ["| 000 | 0 | 2 | 0 | 0 |", "| 004 | 0 | 0 | 1 | 0 |"]
-    assert "| 000 | 0 | 2 | 0 | 0 |" in capsys.readouterr().out
-    assert "| 000 | 0 | 2 | 0 | 0 |" in (results / "README.md").read_text()
+    # columns: confirmed, refuted, partly, undecided, not testable
+    assert verdict_counts(joined).splitlines()[2:] == ["| 000 | 0 | 2 | 0 | 0 | 0 |", "| 004 | 0 | 0 | 1 | 0 | 0 |"]
+    assert "| 000 | 0 | 2 | 0 | 0 | 0 |" in capsys.readouterr().out
+    assert "| 000 | 0 | 2 | 0 | 0 | 0 |" in (results / "README.md").read_text()
