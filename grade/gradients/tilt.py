@@ -19,8 +19,8 @@ maximises ``E[s(y_t)] - KL_t / c`` at every position is one vector added to the 
 It is the limit's own law where the normaliser is the same after every prefix, as with independent tokens.
 
 The values s come from a ridge regression of rewards on counts of tokens (`fit_values`), or from one gradient of a
-differentiable reward in the embeddings (`gradient_values`); c sets KL. R2 out of sample says beforehand what to
-expect: where tokens alone explain a share of the reward, the efficiency is about that share.
+differentiable reward in the embeddings (`gradient_values`); c sets KL. R2 out of sample is the share of the reward
+that tokens alone explain: little R2, little gain, but much of it promises none (notebook `limit`).
 
 Left out: values that depend on position or context.
 """
