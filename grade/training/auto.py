@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 def choose_method(config: GradeConfig, others: bool) -> tuple[dict[str, str], str]:
     """The settings that ``auto`` stands for, with the reason in one line.
 
-    ``others``: whether there is more to learn than a fixed reward of completions.
+    ``others``: whether there is more to learn than a fixed reward of completions, or a sampler to take an adapter.
     A setting that only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says.
     """
     given = config.model_fields_set
     if grpo := sorted(given & (GRPOSettings.model_fields.keys() - GroupSettings.model_fields.keys())):
         return {"method": "grpo"}, f"{grpo[0]} is a setting of grpo"
     if others:
-        return {"method": FALLBACK}, "what is learned beside a fixed reward, an adapter can have"
+        return {"method": FALLBACK}, "what is learned beside a fixed reward, or is sampled by a server, is an adapter's"
     if config.target_kl is None and not config.beta:
         return {"method": FALLBACK}, "without target_kl or beta nothing limits a token bias"
     why = f"{FALLBACK}; after a quarter or half of the steps a token bias, if it predicts new rewards"

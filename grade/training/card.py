@@ -81,7 +81,8 @@ def _rows(before: Evaluation | None, after: Evaluation | None) -> list[str]:
     for label, name in (("reward", "reward"), ("gold judge", "gold"), ("KL, nats per token", "kl")):
         first, last = (np.zeros(0) if of is None else getattr(of, name) for of in (before, after))
         change = last - first if len(first) == len(last) else np.zeros(0)
-        values = [str(Estimate.of(v)) if len(v) and np.isfinite(v).all() else "" for v in (first, last, change)]
+        scored = [v[np.isfinite(v)] for v in (first, last, change)]
+        values = [str(Estimate.of(v)) if len(v) else "" for v in scored]
         if any(values):
             rows.append(f"| {label} | {' | '.join(values)} |")
     return rows

@@ -33,7 +33,7 @@ REFERENCE_FILE = "reference.safetensors"
 LOG_FILE, STATE_FILE = "trainer_state.json", "grade_state.json"
 FREE = {
     "output_dir", "report_to", "base_name", "samples", "log_completions", "use_cpu",
-    "save_strategy", "save_steps", "save_total_limit", "sampler", "sampler_folder",
+    "save_strategy", "save_steps", "save_total_limit", "sampler", "sampler_folder", "sampler_max_difference",
 }  # fmt: skip
 """Settings that change no result: they may differ when a run is continued."""
 LENGTH = ("max_steps", "num_train_epochs")
@@ -65,13 +65,9 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
 def check_same(folder: Path, settings: Mapping[str, Any], free: Sequence[str] = ()) -> None:
     """Refuse settings that are not those of a checkpoint, or of a finished run; the error names the first."""
     before = read_json(folder / STATE_FILE)["settings"]
-    for name, value in settings.items():
-        if before.get(name, value) != value and name not in free:
-            raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
-
-
-def _settings(trainer: Any) -> dict[str, Any]:
-    return settings_of(trainer.given) | {"rewards": trainer.rewards.names, "rows": trainer.rows}
+    for name in {**settings, **before}:
+        if before.get(name) != settings.get(name) and name not in free:
+            raise InputError(name, settings.get(name), f"{before.get(name)!r}, as in {folder}, to continue it")
 
 
 def save_checkpoint(trainer: Any) -> None:
@@ -96,7 +92,7 @@ def save_checkpoint(trainer: Any) -> None:
                     {name: value.detach().cpu().contiguous() for name, value in given.items()}, new / REFERENCE_FILE
                 )
             write_json(new / STATE_FILE, {
-                "settings": _settings(trainer), "seconds": trainer.seconds, "window": trainer.log_buffer.state(),
+                "settings": settings_of(trainer.given), "rewards": trainer.rewards.names, "seconds": trainer.seconds,
                 "evaluations": sorted(trainer.evaluations), "chosen": trainer.chosen, "means": trainer.method.means,
                 "kl_budget": trainer.steering and trainer.steering.budget.state(),
             })  # fmt: skip
@@ -108,10 +104,12 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
     """Let a `GradeTrainer` continue where a checkpoint was written.
 
     Raises:
-        InputError: If the run has other settings, or fewer steps.
+        InputError: If the run has other settings or rewards, or fewer steps.
     """
-    check_same(folder, _settings(trainer), LENGTH)
+    check_same(folder, settings_of(trainer.given), LENGTH)
     saved = read_json(folder / STATE_FILE)
+    if trainer.rewards.names != saved["rewards"]:
+        raise InputError("rewards", trainer.rewards.names, f"{saved['rewards']}, as in {folder}, to continue it")
     trainer.backbone.restore(folder)
     # The run's, not the policy that this trainer was given: that may have been trained since the run began.
     reference = folder / REFERENCE_FILE
@@ -133,7 +131,6 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
             vars(callback).update(values["args"] | values["attributes"])
     trainer.seconds, trainer.method.means[:] = saved["seconds"], saved["means"]
     trainer.chosen |= saved["chosen"]
-    trainer.log_buffer.restore(saved["window"])
     for step in saved["evaluations"]:
         table = trainer.table_path(f"eval_{step:05d}")
         if table.is_file():

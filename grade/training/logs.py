@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -129,22 +128,6 @@ class LogBuffer:
         """The completions of all processes; none is kept."""
         rows, self.rows = self.rows, []
         return pd.DataFrame(gather_object(rows))
-
-    def state(self) -> dict[str, Any]:
-        """Plain values for `restore`; each number with the type in which it is averaged."""
-        figures = {}
-        for name, values in self.figures.items():
-            tensors = [torch.as_tensor(value) for value in values]
-            figures[name] = [[str(t.dtype).removeprefix("torch."), float(t)] for t in tensors]
-        return {"figures": figures, "rows": self.rows}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self.figures = {
-            name: [torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in values]
-            for name, values in state["figures"].items()
-        }
-        self.rows = state["rows"]
 
 
 def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -137,6 +137,8 @@ class GradeTrainer:
         if config.max_steps < 0 and self.rows:
             steps = math.ceil(config.num_train_epochs * self.rows / config.step_prompts)
             self.config = config = config.replace(max_steps=steps)
+        if eval_dataset is None and config.eval_strategy != "no":
+            raise InputError("eval_strategy", config.eval_strategy, "no, or an eval_dataset")
         self.eval_dataset, self.judge = eval_dataset, judge
         sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         for name, rows in sets.items():
@@ -177,7 +179,7 @@ class GradeTrainer:
     def _with_method(self, config: GradeConfig, rewards: Any, teacher: Any) -> GradeConfig:
         """The settings with the method that ``auto`` stands for."""
         if config.method == AUTO:
-            others = teacher is not None or any(part.of_policy for part in rewards.parts)
+            others = teacher is not None or hasattr(config, "sampler") or any(part.of_policy for part in rewards.parts)
             chosen, why = import_object("grade.training.auto:choose_method")(config, others)
             if rewards is None:
                 chosen, why = {"method": TEACHER}, "no reward but a teacher, so the value of every token is known"
@@ -247,14 +249,14 @@ class GradeTrainer:
             if not found:
                 raise InputError("resume_from_checkpoint", True, f"a checkpoint in {self.config.output_dir}")
             checkpoint = found[-1]
-        main = self.args.process_index == 0
         self.state = TrainerState(
-            max_steps=self.config.max_steps, num_train_epochs=math.ceil(self.passes(self.config.max_steps)), epoch=0.0,
-            is_local_process_zero=self.args.local_process_index == 0, is_world_process_zero=main,
-        )  # fmt: skip
+            max_steps=self.config.max_steps, num_train_epochs=math.ceil(self.passes(self.config.max_steps)), epoch=0.0
+        )
         self.control = TrainerControl()
         if checkpoint is not None:
             load_checkpoint(self, Path(checkpoint))
+        self.state.is_local_process_zero = self.args.local_process_index == 0  # a checkpoint has the first one's
+        self.state.is_world_process_zero = self.args.process_index == 0
         if self.backbone.given:
             self.choose("reference", "the policy as given, whose adapter or token bias is trained; not the bare base")
         self.state.compute_steps(self.args, self.config.max_steps)
@@ -374,12 +376,11 @@ class GradeTrainer:
         control = self.control
         control.should_evaluate = control.should_evaluate or (last and self.config.eval_on_start)
         # An evaluation without the step's own row would have no samples and seconds beside it.
-        if control.should_log or last or control.should_evaluate:
+        # A checkpoint begins a row, so that none of its figures need be kept.
+        if control.should_log or last or control.should_evaluate or control.should_save:
             self._log_step()
-        if control.should_evaluate:
-            better = self._evaluate()
-            if self.config.save_strategy == "best":
-                self.control.should_save = better
+        if control.should_evaluate and self._evaluate() and self.config.save_strategy != "no":
+            self.control.should_save = True
         if self.control.should_save:
             save_checkpoint(self)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -407,11 +408,15 @@ class GradeTrainer:
         return steps * self.config.step_prompts / self.rows
 
     def _evaluate(self) -> bool:
-        """Evaluate; whether the metric of the best model has improved."""
+        """Evaluate; whether the metric of the best model has improved, in training."""
         metrics, name = self.evaluate(), self.config.metric_for_best_model
         if name is None:
             return False
-        value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is None:
+            raise InputError("metric_for_best_model", name, f"one of {', '.join(metrics)}")
+        if self.state.global_step == 0:  # no checkpoint holds the policy that was given
+            return False
         best, greater = self.state.best_metric, self.args.greater_is_better
         if best is not None and not (value > best if greater else value < best):
             return False

@@ -233,7 +233,7 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
     if before and after and len(before.reward) == len(after.reward):
         for name in ("reward", "gold"):
             difference = getattr(after, name) - getattr(before, name)
-            if np.isfinite(difference).all():
+            if len(difference := difference[np.isfinite(difference)]):
                 flat |= Estimate.of(difference).metrics(f"gain/{name}")
     if before:
         flat["before/val/kl_max"] = before.kl_max

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat
 
 from grade.config import Config
 from grade.errors import InputError
+from grade.gradients.methods import TILT
 
 
 class SamplerSettings(Config):
@@ -24,6 +25,7 @@ class SamplerSettings(Config):
 
     @pydantic.model_validator(mode="after")
     def _check_method(self) -> Self:
-        if not hasattr(self, "num_generations"):
-            raise InputError("sampler", self.sampler, f"none with {self.method}, which samples nothing, or soft tokens")
+        if not hasattr(self, "num_generations") or self.method == TILT:
+            why = "which samples nothing, or soft tokens, or has a token bias"
+            raise InputError("sampler", self.sampler, f"none with {self.method}, {why}")
         return self

@@ -1,5 +1,7 @@
 """A model card says what was trained and what came of it, and nothing of the machine."""
 
+import json
+
 import numpy as np
 from huggingface_hub import ModelCard
 
@@ -11,7 +13,7 @@ from grade.training.toy import toy_task
 
 def evaluation(rewards):
     values = np.array(rewards)
-    return Evaluation(["One", "Two"], ["a", "b"], values, np.full(2, np.nan), np.full(2, 0.5), 0.5)
+    return Evaluation(["One", "Two"], ["a", "b"], values, np.full(2, np.nan), np.full(2, 0.5), 0.5, {"short": values})
 
 
 def card_of(folder, before=None, after=None, **changes):
@@ -28,6 +30,14 @@ def test_a_card_has_the_hubs_metadata_and_paired_figures(tmp_path):
     assert card.data.to_dict()["base_model"] == "someone/model"
     assert "| reward | 0.5 ± 0.5 (n=2) | 3.5 ± 1.5 (n=2) | 3 ± 1 (n=2) |" in card.text
     assert "| KL, nats per token | 0.5 ± 0 (n=2) | 0.5 ± 0 (n=2) | 0 ± 0 (n=2) |" in card.text
+
+
+def test_a_completion_that_no_function_scored_takes_no_figure_away(tmp_path):
+    """Of prompts that are scored before and after: 3 - 0."""
+    card = card_of(tmp_path, evaluation([0.0, 1.0]), evaluation([3.0, np.nan]))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["gain"]["reward"] == 3 and metrics["gain"]["reward_n"] == 1
+    assert "| reward | 0.5 ± 0.5 (n=2) | 3" in card.text
 
 
 def test_nothing_says_where_it_was_made(tmp_path):

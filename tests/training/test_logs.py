@@ -1,14 +1,10 @@
 """Figures of a row of the log."""
 
-import json
-from types import SimpleNamespace
-
 import torch
 from conftest import make_prompts
 from transformers import TrainerState
 
 from grade.gradients.objective import GradientStep
-from grade.rewards.rewards import Scores
 from grade.training.logs import Lines, LogBuffer
 
 
@@ -42,15 +38,3 @@ def test_completions_that_did_not_end_and_groups_of_equal_rewards(caplog):
     figures = {name: [float(value) for value in values] for name, values in buffer.figures.items()}
     assert figures["completions/clipped_ratio"] == [0.5] and figures["frac_reward_zero_std"] == [0.75, 1.0, 1.0]
     assert len(caplog.records) == 1 and "nothing to learn" in caplog.text
-
-
-def test_a_checkpoint_keeps_what_the_next_row_of_the_log_is_of():
-    """Figures and completions, as JSON."""
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-    buffer, again, ones = LogBuffer(tokenizer), LogBuffer(tokenizer), torch.ones(2, 3, dtype=torch.long)
-    scores = Scores({"length": torch.tensor([1.0, 3.0])})
-    step = GradientStep(ones, ones, torch.tensor([1.0, 3.0]), torch.zeros(2, 3), torch.tensor(0.0), scores=scores)
-    buffer.add_step(step, make_prompts(2))
-    again.restore(json.loads(json.dumps(buffer.state())))
-    assert len(again.rows) == 2 and again.rows == buffer.rows
-    assert again.figures == buffer.figures

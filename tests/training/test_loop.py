@@ -201,13 +201,41 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
             metric_for_best_model="eval_reward",
         )  # fmt: skip
         made.train(resume_from_checkpoint=resume)
+        assert made.state.is_world_process_zero
         assert made.state.global_step == 3  # nothing moves, so later evaluations are no better than the first
         assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
 
     train()
-    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    log = tmp_path / "checkpoint-2" / "trainer_state.json"
+    saved = json.loads(log.read_text())
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+    log.write_text(json.dumps(saved | {"is_world_process_zero": False}))  # another process's
     train(str(tmp_path / "checkpoint-2"))
+
+
+def test_the_best_policy_is_kept_whenever_it_is_found(base, tmp_path):
+    """Between two checkpoints too; what was given, before the first step, is no result of training."""
+    made = trainer(
+        base, tmp_path, held_out=PROMPTS.select(range(4)), max_steps=4, eval_strategy="steps", eval_steps=1,
+        eval_on_start=True, save_steps=4, metric_for_best_model="reward",
+    )  # fmt: skip
+    values = iter([9.0, 1.0, 3.0, 2.0, 2.5])
+    made.evaluate = lambda: {"eval_reward": next(values)}
+    made.train()
+    assert made.kept_step == 2 and not list(values)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} >= {"checkpoint-2", "checkpoint-4"}
+
+
+def test_a_metric_that_no_evaluation_has_is_named(base, tmp_path):
+    options = dict(eval_strategy="steps", eval_on_start=True, save_steps=1, metric_for_best_model="rewrad")
+    made = trainer(base, tmp_path, held_out=PROMPTS, **options)
+    with pytest.raises(InputError, match="metric_for_best_model: got 'rewrad'; allowed: .*eval_reward"):
+        made.train()
+
+
+def test_evaluations_need_held_out_prompts(base, tmp_path):
+    with pytest.raises(InputError, match="eval_strategy"):
+        trainer(base, tmp_path, eval_strategy="steps")
 
 
 def test_of_so_many_checkpoints_one_is_the_best(base, tmp_path):
@@ -227,7 +255,7 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
         log_extra("shout", [text.upper() for text in completions])
         return [float(len(text)) for text in completions]
 
-    options = dict(log_completions=True, logging_steps=2, save_steps=1, held_out=PROMPTS, eval_on_start=True)
+    options = dict(log_completions=True, logging_steps=2, save_steps=4, held_out=PROMPTS, eval_on_start=True)
     trainer(base, tmp_path, reward, **options, **changes).train()
     table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
     assert len(table) == 16 * changes.get("gradient_accumulation_steps", 1)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from training.runs import in_child, settings, toy_project, wait
 
 from grade.errors import InputError
+from grade.files import write_json
 from grade.gradients.methods import METHODS
 from grade.training import checkpoint
-from grade.training.checkpoint import STATE_FILE, last_checkpoint
+from grade.training.checkpoint import STATE_FILE, check_same, last_checkpoint
 from grade.training.loop import GradeTrainer
 from grade.training.run import train
 
@@ -128,6 +129,12 @@ def test_other_settings_cannot_continue_a_run_and_auto_starts_over(common, tmp_p
 
 def _stop():
     raise Stop
+
+
+def test_a_setting_that_has_gone_makes_another_run(tmp_path):
+    write_json(tmp_path / STATE_FILE, {"settings": {"beta": 0.1, "teacher": "base"}})
+    with pytest.raises(InputError, match="teacher: got None; allowed: 'base'"):
+        check_same(tmp_path, {"beta": 0.1})
 
 
 def test_a_finished_run_is_left_alone_unless_its_results_are_gone(common, tmp_path, monkeypatch):

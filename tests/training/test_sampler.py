@@ -137,6 +137,12 @@ def test_training_through_a_server_is_training_on_its_completions(base, server, 
     assert row["sampler/mean_ratio"] == pytest.approx(1, abs=1e-4) and 0 < row["sampler/largest_difference"] < 1e-4
 
 
+def test_the_default_method_is_one_whose_policy_an_adapter_holds(base, server, tmp_path):
+    assert trainer(base, tmp_path, "auto", sampler=ADDRESS, target_kl=1.0).config.method == "rloo"
+    with pytest.raises(InputError, match="sampler"):
+        trainer(base, tmp_path, "tilt", sampler=ADDRESS, target_kl=1.0)
+
+
 def test_a_step_is_the_methods_gradient_of_those_completions(base, server, tmp_path):
     """Of all of its microbatches."""
     made, other = (trainer(base, tmp_path, max_grad_norm=0.0, max_steps=1, sampler=ADDRESS) for _ in range(2))
