@@ -27,6 +27,3 @@ class InputError(ValueError):
             shown = shown[:117] + "..."
         super().__init__(" ".join(f"{field}: got {shown}; allowed: {allowed}".split()))
         self.field, self.value, self.allowed = field, value, allowed
-
-    def __reduce__(self) -> tuple[type, tuple[str, object, str]]:  # from a worker process
-        return type(self), (self.field, self.value, self.allowed)

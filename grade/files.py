@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,14 @@ _FOLDERS = ("models", "data", "outputs", "runs")
 """Models that the pipeline makes, with their stages, and folders that are no owners on the hub."""
 
 
-def require_source(field: str, name: str, allowed: str, known: Iterable[str] = ()) -> None:
-    """Refuse what is neither here nor ``owner/name`` of the hub, which is asked for nothing else: it tries five times.
-
-    ``known``: names that would do as well, for a hint.
-    """
+def require_source(field: str, name: str, allowed: str) -> None:
+    """Refuse what is neither here nor ``owner/name`` of the hub, which would be asked for it five times."""
     owner = name.partition("/")[0]
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and owner not in _FOLDERS and not name.endswith(".json")
     if on_hub or os.path.exists(name):
         return
     folder = Path(name).parent
     beside = [str(folder / entry) for entry in os.listdir(folder)] if os.path.isdir(folder) else []
-    close = difflib.get_close_matches(name, {*known, *_STAGES, *beside}, n=1)
+    close = difflib.get_close_matches(name, {*_STAGES, *beside}, n=1)
     hint = f"; run `dvc repro {_STAGES[name]}`" if name in _STAGES else f"; did you mean {close[0]!r}?" if close else ""
     raise InputError(field, name, f"{allowed} (no folder {name[:120]}; a hub id is owner/name{hint})")

@@ -287,7 +287,6 @@ class EntropyProbe:
             "delta_h_per_token": tokens.change,
             "delta_h_per_token_stderr": tokens.stderr,
             "ess": change.ess,
-            "clipped_weights": 0.0,  # they never are
             "resampled": 0.0,
             **({} if (k := change.pareto_k()) is None else {"pareto_k": k}),
             **self._by_prefix(old, new, terms),

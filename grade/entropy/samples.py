@@ -53,7 +53,6 @@ class Samples(Rows):
     prompts: PromptBatch  # B prompts
     ids: Tensor  # completions [B, G, T]
     mask: Tensor  # [B, G, T], 1 at a token, end-of-sequence included, 0 after it; no completion is empty
-    temperature: float = 1.0  # sampling temperature; log-probabilities are taken at the same temperature
 
     def microbatches(
         self, size: int, device: torch.device | str, title: str = ""
@@ -74,18 +73,18 @@ class Samples(Rows):
 @torch.no_grad()
 def draw(
     backbone: Backbone, prompts: PromptBatch, group: int, max_new_tokens: int, generator: torch.Generator,
-    temperature: float = 1.0, microbatch: int = 64,
+    microbatch: int = 64,
 ) -> Samples:  # fmt: skip
     """G = ``group`` completions of each prompt, ``microbatch`` of them at once; by noise, so that policies share it."""
     owner = torch.arange(len(prompts)).repeat_interleave(group)
     ids, masks, noise = [], [], partial(gumbel_noise, generator=generator)
     for rows in progress(owner.split(microbatch), "sampling"):
         part = prompts[rows].to(backbone.device)
-        one, mask = generate(backbone, part, max_new_tokens, noise, temperature, stop_early=False)
+        one, mask = generate(backbone, part, max_new_tokens, noise, stop_early=False)
         ids.append(one.cpu())
         masks.append(mask.cpu())
     shape = (len(prompts), group, max_new_tokens)
-    return Samples(prompts.to("cpu"), torch.cat(ids).view(shape), torch.cat(masks).view(shape), temperature)
+    return Samples(prompts.to("cpu"), torch.cat(ids).view(shape), torch.cat(masks).view(shape))
 
 
 class _HiddenStates(nn.Module):
@@ -123,7 +122,6 @@ def scores_at(
     backbone: Backbone, samples: Samples, vector: Tensor | None = None, eta: float = 1.0, microbatch: int = 8
 ) -> SampleScores:
     """Scores at ``theta + eta v``, or at theta without a vector [P]; the policy is unchanged."""
-    backbone = backbone.view(temperature=samples.temperature)
     module, replaced = _HiddenStates(backbone), {}
     if vector is not None:
         replaced = {name: p + eta * part for name, (p, part) in module.along(vector).items()}
@@ -140,8 +138,7 @@ def scores_at(
 
 @torch.no_grad()
 def sequence_logps(backbone: Backbone, samples: Samples, microbatch: int = 8) -> Tensor:
-    """``S = sum_t log pi(y_t)`` [B, G] in nats, float64 on the CPU, at the samples' temperature."""
-    backbone = backbone.view(temperature=samples.temperature)
+    """``S = sum_t log pi(y_t)`` [B, G] in nats, float64 on the CPU."""
     total = torch.zeros(samples.ids.shape[:2], dtype=torch.float64)
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
         logps = completion_logps(backbone, prompts, ids, mask)
@@ -168,7 +165,7 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
     """
     if not torch.isfinite(coefficients).all():
         raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
-    backbone, parameters = backbone.view(temperature=samples.temperature), trained_parameters(backbone)
+    parameters = trained_parameters(backbone)
     sums = torch.zeros(len(samples.ids), sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
     for n, c in enumerate(progress(coefficients, "gradients, by prompt")):
         for rows, prompts, ids, mask in samples[n : n + 1].microbatches(microbatch, backbone.device):
@@ -254,7 +251,6 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
 
     Fused attention has no forward mode, so torch's unfused implementation is used here, whatever the model's own.
     """
-    backbone = backbone.view(temperature=samples.temperature)
     module, terms = _HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
     pairs = module.along(vector)
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "forward mode"):

@@ -59,27 +59,27 @@ def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Ten
     return padded(rows)
 
 
-def completion_logps(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
+def completion_logps(backbone: Backbone, prompts: PromptBatch, length: int) -> Tensor:
     """Log-probabilities [B, N] in nats of every completion of every prompt, with gradient, from dense logits."""
     ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
     rows = []
     for n in range(len(prompts)):
         many = prompts[n : n + 1].repeat(len(ids))
-        logp = (backbone.head(predicting_hidden(backbone, many, ids)) / temperature).log_softmax(-1)  # [N, T, V]
+        logp = backbone.head(predicting_hidden(backbone, many, ids)).log_softmax(-1)  # [N, T, V]
         rows.append((logp.gather(2, ids.unsqueeze(2)).squeeze(2) * mask).sum(1))
     return torch.stack(rows)
 
 
-def exact_entropy(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
+def exact_entropy(backbone: Backbone, prompts: PromptBatch, length: int) -> Tensor:
     """H in nats per completion, a scalar, mean over prompts; differentiable in the adapter."""
-    logps = completion_logps(backbone, prompts, length, temperature)
+    logps = completion_logps(backbone, prompts, length)
     return -(logps.exp() * logps).sum(1).mean()
 
 
-def exact_gradient(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
+def exact_gradient(backbone: Backbone, prompts: PromptBatch, length: int) -> Tensor:
     """``grad H`` [P]."""
     parameters = trained_parameters(backbone)
-    grads = torch.autograd.grad(exact_entropy(backbone, prompts, length, temperature), parameters)
+    grads = torch.autograd.grad(exact_entropy(backbone, prompts, length), parameters)
     return flatten(grads)
 
 
@@ -93,11 +93,9 @@ def exact_change(backbone: Backbone, prompts: PromptBatch, length: int, vector: 
 
 
 @torch.no_grad()
-def all_as_samples(
-    backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0
-) -> tuple[Samples, Tensor]:
+def all_as_samples(backbone: Backbone, prompts: PromptBatch, length: int) -> tuple[Samples, Tensor]:
     """Every completion as a sample, with its probability [B, N]: for expectations instead of sample means."""
     ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
     batch = len(prompts)
-    samples = Samples(prompts, ids.expand(batch, -1, -1), mask.expand(batch, -1, -1), temperature)
-    return samples, completion_logps(backbone, prompts, length, temperature).exp()
+    samples = Samples(prompts, ids.expand(batch, -1, -1), mask.expand(batch, -1, -1))
+    return samples, completion_logps(backbone, prompts, length).exp()

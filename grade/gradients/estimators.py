@@ -185,14 +185,3 @@ def relax(z: Tensor, tau: float, estimator: str) -> Tensor:
     True
     """
     return find_estimator(estimator).relax(z, tau)
-
-
-def tau_at(step: int, start: float, end: float, anneal_steps: int) -> float:
-    """Linear temperature schedule: ``start`` at step 0, ``end`` from step ``anneal_steps`` on, also if that is 0.
-
-    >>> [tau_at(s, 2.0, 0.5, 100) for s in (0, 50, 100, 1000)]
-    [2.0, 1.25, 0.5, 0.5]
-    """
-    if anneal_steps <= 0:
-        return end
-    return start + (end - start) * min(step / anneal_steps, 1.0)

@@ -124,7 +124,6 @@ class GradientStep:
     # relative size of the last correction to the adjoint, ``|a_n - a_{n-1}| / |a_n|``; None if there was no correction
     # (hops = 0, or an exact engine)
     residual: Tensor | None = None
-    hops: int | None = None  # feedback hops used; None for an exact engine
     scores: Any = None  # what each reward gave (`grade.rewards.rewards.Scores`)
     entropy: Tensor | None = None  # of the policy that sampled, at each position [B, T] in nats, 0 where masked
 

@@ -56,7 +56,6 @@ def replay(
     scale: float = 1.0,
     *,
     hops: int = 2,
-    tolerance: float = 0.0,
     gradient_checkpointing: bool = False,
     rollout: Rollout | None = None,
 ) -> GradientStep:
@@ -69,8 +68,7 @@ def replay(
         relaxation: Estimator, support, tau, lengths.
         generator: Source of the noise.
         scale: Factor on the gradient (1 / number of microbatches).
-        hops: Maximum number of feedback hops; T - 1 or more gives the exact gradient.
-        tolerance: Stop when ``|a_n - a_{n-1}| <= tolerance |a_n|``; 0 always takes all hops.
+        hops: Number of feedback hops; T - 1 or more gives the exact gradient.
         gradient_checkpointing: Recompute each layer in backward; one more forward per vector-Jacobian product.
         rollout: A rollout of the same policy, instead of sampling one.
 
@@ -93,9 +91,9 @@ def replay(
     entropy = torch.cat(entropies).view(mask.shape) * mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
-    v, residual, used = graph.adjoint(r, k, graph.pullback(rollout, relaxation), hops, tolerance)
+    v, residual = graph.adjoint(r, k, graph.pullback(rollout, relaxation), hops)
     torch.autograd.backward(graph.roots, [each * scale for each in v], inputs=backbone.trainable_parameters())
-    return GradientStep(rollout.completion_ids, mask, reward, kl, loss, residual, used, entropy=entropy)
+    return GradientStep(rollout.completion_ids, mask, reward, kl, loss, residual, entropy=entropy)
 
 
 class ReplayGraph:
@@ -214,23 +212,18 @@ class ReplayGraph:
         e = weighted_embedding(table.weight, support, y).view(batch, length, draws, -1)
         return e.mean(2) * table.scale
 
-    def adjoint(
-        self, r: Tensor, k: list[Tensor], pull: Pullback, hops: int, tolerance: float = 0.0
-    ) -> tuple[list[Tensor], Tensor | None, int]:
-        """``v = D^T a + k`` after the hops, the last residual (None without a hop) and the number of hops.
+    def adjoint(self, r: Tensor, k: list[Tensor], pull: Pullback, hops: int) -> tuple[list[Tensor], Tensor | None]:
+        """``v = D^T a + k`` after the hops, and the last residual (None without a hop).
 
         r [B, T, D] is the adjoint of the embeddings without feedback, k the part of the adjoint of `roots` that does
-        not pass through tokens, ``pull`` from `pullback`; hops and tolerance as for `replay`.
+        not pass through tokens, ``pull`` from `pullback`; hops as for `replay`.
         """
         step_back = partial(torch.autograd.grad, self.h, self.e, retain_graph=True)
-        a, residual, used, going = r, None, 0, min(hops, self.e.shape[1] - 1) > 0
-        while self.backbone.anywhere(going):
+        a, residual = r, None
+        for _ in range(min(hops, self.e.shape[1] - 1)):
             new = r + step_back(grad_outputs=pull(a)[0] + k[0])[0]
-            if not going:  # only for the other processes, whose passes of a divided base need this one
-                continue
-            residual, a, used = (new - a).norm() / new.norm().clamp_min(torch.finfo(new.dtype).tiny), new, used + 1
-            going = used < min(hops, self.e.shape[1] - 1) and not (tolerance > 0 and bool(residual <= tolerance))
-        return _plus(pull(a), k), residual, used
+            residual, a = (new - a).norm() / new.norm().clamp_min(torch.finfo(new.dtype).tiny), new
+        return _plus(pull(a), k), residual
 
     def parameter_gradient(self, v: list[Tensor]) -> Tensor:
         """``(d roots/dtheta)^T v`` [P] over the flattened trained parameters; the graph is kept."""

@@ -24,11 +24,8 @@ TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_lay
 """The model ``tiny``: traced in a second, for tests and the notebooks' defaults."""
 
 
-def model_config(name: str, field: str = "model") -> PretrainedConfig:
-    """The configuration of a shipped shape (upper or lower case), a hub id, or a folder with ``config.json``.
-
-    ``field`` is named in an error.
-    """
+def model_config(name: str) -> PretrainedConfig:
+    """The configuration of a shipped shape (upper or lower case), a hub id, or a folder with ``config.json``."""
     if name == "tiny":
         return LlamaConfig(**TINY)
     short = name.lower().rpartition("/")[2].removesuffix("-instruct").replace("qwen2.5-coder-", "qwen2.5-")
@@ -38,7 +35,7 @@ def model_config(name: str, field: str = "model") -> PretrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         allowed = f"{', '.join(sorted(SHAPES))}, a Hugging Face id, or a folder with config.json"
-        raise InputError(field, name, allowed) from error
+        raise InputError("model", name, allowed) from error
 
 
 def _shipped(name: str) -> PretrainedConfig:

@@ -14,7 +14,7 @@ float32 factors beside a bfloat16 base need no unit of their own. Frozen weights
 reduced or scattered.
 
 All processes must gather equally often, or they wait for each other for ever. So all make the same passes; where the
-number depends on the data (early ends, tolerances), they agree by `ShardedBackbone.anywhere`.
+number depends on the data (early ends), they agree by `ShardedBackbone.anywhere`.
 
 ``accelerate launch --config_file params/accelerate/fsdp2.yaml`` asks for it, see `grade.training.load.divider`.
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
+from grade.config_files import parse_yaml
 from grade.experiments.claims import Claim, markdown, read_claims, to_markdown, verdict_counts, write_claims
 from grade.files import write_text
 from grade.results import read_metrics
@@ -46,7 +46,7 @@ def report(outputs: str | Path) -> str:
         "\n".join(["Executed notebooks:", "", *links]) if links else "",
         heading + verdict_counts(claims) if claims else "",
     ]
-    parts += [_section(outputs, **section) for section in yaml.safe_load(FILE.read_text(encoding="utf-8"))]
+    parts += [_section(outputs, **section) for section in parse_yaml(FILE.read_text(encoding="utf-8"))]
     parts += [_methods(outputs, key) for key, notebook in notebooks.items() if notebook == "limit"]
     parts += [_worth(outputs, key) for key, notebook in notebooks.items() if notebook == "estimators"]
     return "\n\n".join(part for part in parts if part) + "\n"

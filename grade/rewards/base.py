@@ -28,7 +28,7 @@ class Reward:
         scope: Which text `differentiable` reads, and `score` with it; None: a reward that has only a `score`, which
             gets prompts and completions and takes what it needs.
         reads: The embedding table that `differentiable` reads; None: the policy's.
-        kind: ``bag`` if it reads the embedding table and no transformer; ``method: auto`` asks for it.
+        kind: ``bag`` if it reads the embedding table and no transformer; names a reward that has no name.
         differentiable: None: the reward has values only.
         no_gradient: Why it has values only, for error messages.
         of_policy: Whether a completion's value changes with the policy.

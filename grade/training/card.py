@@ -50,7 +50,7 @@ needs no adapter.
 
 def model_card(
     args: GradeConfig, before: Evaluation | None, after: Evaluation | None, *, name: str, base: str, method: str,
-    rewards: Sequence[str], prompts: str, steps: int, chosen: Mapping[str, str], tags: Sequence[str] = (),
+    rewards: Sequence[str], prompts: str, steps: int, chosen: Mapping[str, str],
 ) -> str:  # fmt: skip
     """The text of a card, metadata first.
 
@@ -59,7 +59,7 @@ def model_card(
     """
     local = not base or Path(base).exists()
     data = ModelCardData(
-        base_model=None if local else base, library_name="peft", pipeline_tag="text-generation", tags=[*TAGS, *tags]
+        base_model=None if local else base, library_name="peft", pipeline_tag="text-generation", tags=TAGS
     )
     target = "" if args.target_kl is None else f", at most {args.target_kl:g} nats per completion in the end"
     return TEMPLATE.format(

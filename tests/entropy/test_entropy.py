@@ -53,8 +53,8 @@ def prompts(batch=2):
     return PromptBatch(made.ids % V, made.mask)
 
 
-def drawn(backbone, batch=3, group=4, seed=0, temperature=1.0):
-    return draw(backbone, prompts(batch), group, T, torch.Generator().manual_seed(seed), temperature, microbatch=4000)
+def drawn(backbone, batch=3, group=4, seed=0):
+    return draw(backbone, prompts(batch), group, T, torch.Generator().manual_seed(seed), microbatch=4000)
 
 
 def direction(backbone, seed=0):
@@ -102,17 +102,18 @@ def test_the_expected_gradient_is_minus_the_entropys(bias):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_forward_mode_is_exact_over_every_completion(temperature, bias):
-    backbone = tiny(bias=bias)
+    """At the policy's own temperature."""
+    backbone = tiny(bias=bias).view(temperature=temperature)
     v = direction(backbone)
-    samples, p = all_as_samples(backbone, prompts(), T, temperature)
+    samples, p = all_as_samples(backbone, prompts(), T)
     estimate = directional(backbone, samples, v, microbatch=32)
-    expected = float(exact_gradient(backbone, prompts(), T, temperature) @ v)
+    expected = float(exact_gradient(backbone, prompts(), T) @ v)
     for baseline in (torch.zeros_like(estimate.entropies), torch.full_like(estimate.entropies, 0.3)):
         got = float((p * estimate.per_sequence(baseline)).sum(1).mean())
         assert got == pytest.approx(expected, rel=1e-8)
     # The Rao-Blackwellised integrand has the same expectation as -S.
     entropy = float((p * estimate.entropies.sum(-1)).sum(1).mean())
-    assert entropy == pytest.approx(float(exact_entropy(backbone, prompts(), T, temperature).detach()), rel=1e-10)
+    assert entropy == pytest.approx(float(exact_entropy(backbone, prompts(), T).detach()), rel=1e-10)
 
 
 def test_the_baseline_is_the_mean_over_the_other_completions():
