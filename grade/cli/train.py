@@ -51,8 +51,6 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     task = load_task(config, config.device, adapter=args.adapter)
     n = args.prompts or config.final_eval_prompts or len(task.validation_prompts)
-    if n > len(task.validation_prompts):
-        raise InputError("--prompts", n, f"at most {len(task.validation_prompts)}, the rows of {config.eval_dataset}")
     metrics = evaluate_task(config, task, n).metrics()
     print_metrics(metrics)
     if args.output is not None:

@@ -334,7 +334,7 @@ def load_pretrained(
                 quantization_config=quantization_config,
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
-        check_loaded(name, info)
+        check_loaded(name, info, field)
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):

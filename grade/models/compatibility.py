@@ -44,7 +44,7 @@ def rounds_coarsely(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4 or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
 
 
-def check_loaded(name: str, info: Mapping[str, Any]) -> None:
+def check_loaded(name: str, info: Mapping[str, Any], field: str = "backbone") -> None:
     """Refuse weights that lack tensors of the model, which would be random; warn of tensors that the model ignores.
 
     ``info`` is what ``from_pretrained(..., output_loading_info=True)`` says of the weights ``name``.
@@ -54,7 +54,7 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
         for keys in (info["missing_keys"] | {key for key, *_ in info["mismatched_keys"]}, info["unexpected_keys"])
     )
     if lacking:
-        raise InputError("backbone", name, f"weights with the model's tensors, in its shapes; these lack {lacking[:3]}")
+        raise InputError(field, name, f"weights with the model's tensors, in its shapes; these lack {lacking[:3]}")
     if ignored:
         warnings.warn(f"{name}: the model ignores {len(ignored)} tensors, such as {ignored[0]}", stacklevel=2)
 

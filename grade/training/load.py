@@ -73,10 +73,6 @@ def load_task(
     judge = import_object(JUDGE)(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset, field="train_dataset")
     held_out = load_prompts(config.eval_dataset, field="eval_dataset") if config.eval_dataset else []
-    for name in ("eval_prompts", "final_eval_prompts"):
-        if held_out and (getattr(config, name) or 0) > len(held_out):
-            allowed = f"at most {len(held_out)}, the rows of {config.eval_dataset}"
-            raise InputError(name, getattr(config, name), allowed)
     return Task(backbone, rewards, judge, train, held_out)
 
 

@@ -437,8 +437,10 @@ class GradeTrainer:
             for name, part in rows.items():
                 metrics |= self.evaluate(part, f"{metric_key_prefix}_{name}")
             return metrics
-        if checked_rows(rows, "eval_dataset", self.backbone, self.config) is None:
+        if rows is None:
             raise InputError("eval_dataset", None, "rows with a prompt")
+        if eval_dataset is not None:
+            checked_rows(rows, "eval_dataset", self.backbone, self.config)
         config, step = self.config, self.state.global_step
         self.rewards.trainer_state = self.state
         ends = step in (0, config.max_steps)
