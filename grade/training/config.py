@@ -111,8 +111,8 @@ class GradeConfig(MethodConfig):
     save_total_limit: PositiveInt | None = Field(None, description="newest checkpoints that are kept; null: all")
     metric_for_best_model: str | None = Field(
         None,
-        description="the result is the policy of the checkpoint where this is best, for example eval_reward: largest, "
-        "of a loss or KL smallest; null: the last policy",
+        description="the result is the policy of the evaluation where this is best, of which a checkpoint is written: "
+        "eval_reward and others largest, a loss or KL smallest; null: the last policy",
     )
 
     def __init__(self, output_dir: str | os.PathLike[str] = "trainer_output", **values: Any) -> None:
