@@ -15,20 +15,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
+import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch, decode
 from grade.rewards.base import Reward
@@ -141,13 +142,25 @@ def run_functions(
         results[reward] = result, time.perf_counter() - start
     waiting = [reward for reward in rewards if inspect.isawaitable(results[reward][0])]
     if waiting:
-        finished = wait_for(gather())
+        found = asyncio.run_coroutine_threadsafe(gather(), _loop(os.getpid()))
+        try:
+            finished = found.result()
+        finally:
+            found.cancel()  # it ends with the wait for it, as by Ctrl-C
         for outcome in finished:
             if isinstance(outcome, BaseException):
                 raise outcome
         results |= dict(zip(waiting, finished, strict=True))
     return [(_values(reward, results[reward][0], len(texts.completions), dtype), results[reward][1])
             for reward in rewards]  # fmt: skip
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own: it works inside Jupyter's loop, and clients keep their connections."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="grade's event loop", daemon=True).start()
+    return loop
 
 
 @contextmanager

@@ -122,6 +122,8 @@ class GradeConfig(MethodConfig):
     def _check_steps(self) -> Self:
         if self.max_steps == 0:
             raise InputError("max_steps", 0, "at least 1, or -1 for num_train_epochs passes")
+        if self.save_strategy == "best" and self.metric_for_best_model is None:
+            raise InputError("metric_for_best_model", None, "a metric, with save_strategy: best")
         batch = self.per_device_train_batch_size
         if self.method == AUTO:
             return self
