@@ -55,6 +55,7 @@ SETTINGS = [
     ("--set .=1", "--set: got '.=1'"), ("--set 'seed=['", "--set: got 'seed=['"), ("--seed 4294967296", "seed: got"),
     ("--seed one", "seed: got 'one'"), ("--max_steps two", "max_steps: got 'two'"), ("--max_steps 0", "max_steps"),
     ("--save_strategy best", "metric_for_best_model: got None"),
+    ("--save_strategy no --metric_for_best_model reward", "save_strategy: got 'no'"),
     ("--learning_rate .nan", "learning_rate: got nan"), ("--beta -1", "beta: got -1"), ("--beta '{a: 1}'", "beta: got"),
     ("--temperature 1e-30", "temperature: got"), ("--set 'reward=[3]'", "reward.0: got 3"),
     ("--num_generations 3", "num_generations: got 3; allowed: a divisor of per_device_train_batch_size = 4"),

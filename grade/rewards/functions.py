@@ -126,10 +126,13 @@ def run_functions(
     """
     results: dict[FunctionReward, tuple[Any, float]] = {}
 
-    async def awaited(reward: FunctionReward, result: Awaitable[Any]) -> tuple[Any, float]:
+    async def awaited(reward: FunctionReward, result: Awaitable[Any]) -> tuple[Any, float] | BaseException:
         start = time.perf_counter()
-        with _named_errors(reward):
-            return await result, time.perf_counter() - start
+        try:
+            with _named_errors(reward):
+                return await result, time.perf_counter() - start
+        except (SystemExit, KeyboardInterrupt) as end:  # raised here, it would end the loop's thread
+            return end
 
     async def gather() -> list[tuple[Any, float] | BaseException]:
         tasks = [awaited(reward, results[reward][0]) for reward in waiting]

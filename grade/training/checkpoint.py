@@ -92,7 +92,8 @@ def save_checkpoint(trainer: Any) -> None:
                     {name: value.detach().cpu().contiguous() for name, value in given.items()}, new / REFERENCE_FILE
                 )
             write_json(new / STATE_FILE, {
-                "settings": settings_of(trainer.given), "rewards": trainer.rewards.names, "seconds": trainer.seconds,
+                "settings": settings_of(trainer.given), "rewards": trainer.rewards.names, "rows": trainer.rows,
+                "seconds": trainer.seconds,
                 "evaluations": sorted(trainer.evaluations), "chosen": trainer.chosen, "means": trainer.method.means,
                 "kl_budget": trainer.steering and trainer.steering.budget.state(),
             })  # fmt: skip
@@ -104,12 +105,13 @@ def load_checkpoint(trainer: Any, folder: Path) -> None:
     """Let a `GradeTrainer` continue where a checkpoint was written.
 
     Raises:
-        InputError: If the run has other settings or rewards, or fewer steps.
+        InputError: If the run has other settings, rewards or rows, or fewer steps.
     """
     check_same(folder, settings_of(trainer.given), LENGTH)
     saved = read_json(folder / STATE_FILE)
-    if trainer.rewards.names != saved["rewards"]:
-        raise InputError("rewards", trainer.rewards.names, f"{saved['rewards']}, as in {folder}, to continue it")
+    for name, value in (("rewards", trainer.rewards.names), ("rows", trainer.rows)):
+        if value != saved[name]:
+            raise InputError(name, value, f"{saved[name]}, as in {folder}, to continue it")
     trainer.backbone.restore(folder)
     # The run's, not the policy that this trainer was given: that may have been trained since the run began.
     reference = folder / REFERENCE_FILE

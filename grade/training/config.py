@@ -124,6 +124,11 @@ class GradeConfig(MethodConfig):
             raise InputError("max_steps", 0, "at least 1, or -1 for num_train_epochs passes")
         if self.save_strategy == "best" and self.metric_for_best_model is None:
             raise InputError("metric_for_best_model", None, "a metric, with save_strategy: best")
+        if self.metric_for_best_model is not None:
+            if self.save_strategy == "no":
+                raise InputError("save_strategy", "no", "steps or best, with metric_for_best_model")
+            if self.eval_strategy == "no":
+                raise InputError("eval_strategy", "no", "steps, with metric_for_best_model")
         batch = self.per_device_train_batch_size
         if self.method == AUTO:
             return self
@@ -152,8 +157,10 @@ class GradeConfig(MethodConfig):
         values = {name: getattr(self, name) for name in names - {"gradient_checkpointing"}}
         if metric := self.metric_for_best_model:
             values["greater_is_better"] = not re.search(r"(loss|kl|kl_per_completion)$", metric)
-            values["load_best_model_at_end"] = self.save_strategy != "no"
-        return TrainingArguments(**values, remove_unused_columns=False, dataloader_pin_memory=False)
+        made = TrainingArguments(**values, remove_unused_columns=False, dataloader_pin_memory=False)
+        # Set here, it need not be refused where steps of checkpoints and evaluations differ: the best one is saved.
+        made.load_best_model_at_end = bool(metric)
+        return made
 
     @property
     def device(self) -> torch.device:

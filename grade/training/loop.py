@@ -413,9 +413,9 @@ class GradeTrainer:
         if name is None:
             return False
         value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
-        if value is None:
+        if value is None and self.state.best_metric is None:
             raise InputError("metric_for_best_model", name, f"one of {', '.join(metrics)}")
-        if self.state.global_step == 0:  # no checkpoint holds the policy that was given
+        if value is None or self.state.global_step == 0:  # nothing was scored; no checkpoint holds what was given
             return False
         best, greater = self.state.best_metric, self.args.greater_is_better
         if best is not None and not (value > best if greater else value < best):

@@ -155,7 +155,7 @@ def run_training(
     ``log`` receives one line per row of the log. Without ``output_dir`` no checkpoints and tables of text are written.
     """
     with tempfile.TemporaryDirectory() if output_dir is None else nullcontext(str(output_dir)) as place:
-        saved = {} if output_dir else {"save_strategy": "no"}
+        saved = {} if output_dir or config.metric_for_best_model else {"save_strategy": "no"}
         trainer = _trainer(config, task, task.train_prompts, place, **saved)
         if log is not None or output_dir is None:
             trainer.remove_callback(Lines)
@@ -176,7 +176,8 @@ def run_training(
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     """Evaluate a task's policy on its first n held-out prompts, as its training run does; KL is to the bare base."""
     with tempfile.TemporaryDirectory() as place:
-        trainer = _trainer(config, task, [], place, final_eval_prompts=n, save_strategy="no", report_to="none")
+        once = dict(final_eval_prompts=n, save_strategy="no", metric_for_best_model=None, report_to="none")
+        trainer = _trainer(config, task, [], place, **once)
         trainer.remove_callback(Lines)
         trainer.backbone.set_reference({})  # or the policy would be measured against itself
         trainer.evaluate()

@@ -109,6 +109,16 @@ def test_async_functions_wait_together_also_where_a_loop_runs():
     asyncio.run(notebook())
 
 
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+def test_an_async_reward_can_end_the_program(end):
+    async def ends(**_):
+        raise end
+
+    for _ in range(2):  # the loop goes on
+        with pytest.raises(end):
+            call(ends)
+
+
 def test_a_client_made_in_one_call_still_works_in_the_next():
     """Connections of a client belong to a loop: it must be the same one at every step."""
     loops = []
