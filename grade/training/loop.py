@@ -44,7 +44,7 @@ from grade.models.token_bias import BIAS_FILE
 from grade.plugins import import_object
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
-from grade.training.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
+from grade.training.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.load import checked_rows, make_policy, place_policy
@@ -244,11 +244,8 @@ class GradeTrainer:
 
     def _begin(self, resume_from_checkpoint: str | Path | bool | None) -> None:
         checkpoint = resume_from_checkpoint or None
-        if checkpoint is True:
-            found = checkpoints_of(self.config.output_dir)
-            if not found:
-                raise InputError("resume_from_checkpoint", True, f"a checkpoint in {self.config.output_dir}")
-            checkpoint = found[-1]
+        if checkpoint is True and (checkpoint := last_checkpoint(self.config.output_dir)) is None:
+            raise InputError("resume_from_checkpoint", True, f"a checkpoint in {self.config.output_dir}")
         self.state = TrainerState(
             max_steps=self.config.max_steps, num_train_epochs=math.ceil(self.passes(self.config.max_steps)), epoch=0.0
         )
@@ -372,14 +369,12 @@ class GradeTrainer:
 
     # ---- log, evaluation, checkpoints ----
     def _log_evaluate_save(self) -> None:
-        last = self.state.global_step >= self.config.max_steps
-        control = self.control
+        last, control = self.state.global_step >= self.config.max_steps, self.control
         control.should_evaluate = control.should_evaluate or (last and self.config.eval_on_start)
-        # An evaluation without the step's own row would have no samples and seconds beside it.
-        # A checkpoint begins a row, so that none of its figures need be kept.
+        # An evaluation has the step's samples and seconds beside it; after a checkpoint a new row begins.
         if control.should_log or last or control.should_evaluate or control.should_save:
             self._log_step()
-        if control.should_evaluate and self._evaluate() and self.config.save_strategy != "no":
+        if control.should_evaluate and self._evaluate():
             self.control.should_save = True
         if self.control.should_save:
             save_checkpoint(self)
@@ -415,10 +410,9 @@ class GradeTrainer:
         value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None and self.state.best_metric is None:
             raise InputError("metric_for_best_model", name, f"one of {', '.join(metrics)}")
-        if value is None or self.state.global_step == 0:  # nothing was scored; no checkpoint holds what was given
-            return False
-        best, greater = self.state.best_metric, self.args.greater_is_better
-        if best is not None and not (value > best if greater else value < best):
+        best, sign = self.state.best_metric, 1 if self.args.greater_is_better else -1
+        # Where nothing was scored there is no value; no checkpoint holds the policy that was given.
+        if value is None or self.state.global_step == 0 or (best is not None and not sign * value > sign * best):
             return False
         self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         return True
