@@ -21,7 +21,7 @@ def choose_method(config: GradeConfig, others: bool) -> tuple[dict[str, str], st
     if grpo := sorted(given & (GRPOSettings.model_fields.keys() - GroupSettings.model_fields.keys())):
         return {"method": "grpo"}, f"{grpo[0]} is a setting of grpo"
     if others:
-        return {"method": FALLBACK}, "what is learned beside a fixed reward, or is sampled by a server, is an adapter's"
+        return {"method": FALLBACK}, "a token bias fits a fixed reward alone, and no server samples with it"
     if config.target_kl is None and not config.beta:
         return {"method": FALLBACK}, "without target_kl or beta nothing limits a token bias"
     why = f"{FALLBACK}; after a quarter or half of the steps a token bias, if it predicts new rewards"
