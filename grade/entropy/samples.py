@@ -34,7 +34,7 @@ from grade.errors import InputError
 from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
 from grade.models.batch import PromptBatch, Rows
-from grade.models.head import Head, token_logps
+from grade.models.head import Head, token_scores
 from grade.models.noise import gumbel_noise
 from grade.models.parameters import flatten, split_vector, trained_parameters
 from grade.models.sampling import generate
@@ -128,11 +128,8 @@ def scores_at(
     logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "scores"):
         hidden, head = functional_call(module, replaced, (prompts, ids))
-        chunks: list[Tensor] = []
-        chosen = token_logps(head, hidden, ids.flatten(), entropies=chunks).view(mask.shape) * mask
-        every = torch.cat(chunks).view(mask.shape) * mask
-        logps.view(-1, ids.shape[1])[rows] = chosen.double().cpu()
-        entropies.view(-1, ids.shape[1])[rows] = every.double().cpu()
+        for total, values in zip((logps, entropies), token_scores(head, hidden, ids.flatten()), strict=True):
+            total.view(-1, ids.shape[1])[rows] = (values.view(mask.shape) * mask).double().cpu()
     return SampleScores(logps, entropies)
 
 

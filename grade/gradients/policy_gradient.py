@@ -39,7 +39,7 @@ from grade.gradients.settings import GRPOSettings
 from grade.models.backbone import Backbone
 from grade.models.batch import Completions, PromptBatch
 from grade.models.head import wide
-from grade.models.scoring import hidden_logps, kl_and_entropy
+from grade.models.scoring import hidden_scores
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,7 @@ class PolicyGradient(Learner):
         hidden = self.hidden(prompts, ids)
         # Under the distribution that was sampled from: no end-of-sequence before min_completion_length.
         least = self.config.min_completion_length
-        logps = hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=least)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and beta > 0):
-            kl, entropy = kl_and_entropy(self.backbone, hidden, reference, mask)
+        logps, kl, entropy = hidden_scores(self.backbone, hidden, reference, ids, mask, least, kl_gradient=beta > 0)
         return logps, kl, hidden, reference, entropy
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ from grade.models.gather import whole
 from grade.models.head import EmbeddingTable, support_logits, weighted_embedding
 from grade.models.policy import Policy
 from grade.models.sampling import forbid_eos
-from grade.models.scoring import hidden_logps, token_kl
+from grade.models.scoring import hidden_logps, kl_and_entropy
 
 Pullback = Callable[[Tensor], list[Tensor]]
 """From adjoints of relaxed embeddings [B, T, D] to those of a graph's roots."""
@@ -84,11 +84,9 @@ def replay(
     rollout = rollout or sample(backbone, prompts, relaxation, generator)
     graph = ReplayGraph(backbone, rollout, gradient_checkpointing)
     reward, r, k_reward = graph.reward(objective, relaxation)
-    entropies: list[Tensor] = []
-    kl, k = graph.kl(objective.beta, entropies)
+    kl, entropy, k = graph.kl(objective.beta)
     k = k if k_reward is None else _plus(k, k_reward)
     mask = rollout.completion_mask
-    entropy = torch.cat(entropies).view(mask.shape) * mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
     v, residual = graph.adjoint(r, k, graph.pullback(rollout, relaxation), hops)
@@ -154,16 +152,16 @@ class ReplayGraph:
             k = part if k is None else _plus(k, part)
         return reward, r, k
 
-    def kl(self, beta: float, entropies: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/d roots``; ``entropies`` as for `kl_divergence`."""
+    def kl(self, beta: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """KL and the policy's entropy [B, T] (0 where masked), and ``k = d(beta * mean KL)/d roots``."""
         inputs, mask = self.inputs
         with torch.no_grad(), self.backbone.reference():
             ref_hidden = self.backbone.hidden(inputs.detach(), mask)[:, self.first :]  # [B, T, D]
         mask, leaves = self.rollout.completion_mask, self._leaves()
         with torch.enable_grad():
-            kl = token_kl(self.backbone, leaves[0], ref_hidden, mask, entropies)
+            kl, entropy = kl_and_entropy(self.backbone, leaves[0], ref_hidden, mask)
             k = torch.autograd.grad(beta * sequence_mean(kl, mask).mean(), leaves)
-        return kl.detach(), list(k)
+        return kl.detach(), entropy, list(k)
 
     def policy(self, coefficients: Tensor) -> list[Tensor]:
         """``v = d(sum_b c_b log pi(completion b)) / d roots`` for hard completions: a policy gradient's.

@@ -264,7 +264,6 @@ class Backbone(FrozenBase):
             if self.peft is not None and foldable(self.model) and not self.lockstep:
                 watcher = self._watcher
                 stack.enter_context(folded(self.model, watcher and (lambda new: watcher.tag(new, "weights"))))
-                stack.enter_context(self._adapter_off())  # the token bias stays on
             yield
 
     def save_adapter(self, folder: str | Path) -> None:

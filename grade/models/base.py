@@ -49,6 +49,11 @@ class KeysValues(DynamicLayer):
         self.keys, self.values = (room[..., :end, :] for room in self._room)
         return self.keys, self.values
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take these rows, also more of them than there were."""
+        super().reorder_cache(beam_idx)
+        self._room = [self.keys, self.values]
+
 
 class _Cache(DynamicCache):
     """A key-value cache that reports its tensors to a watcher, if there is one, as they are created."""
@@ -63,6 +68,13 @@ class _Cache(DynamicCache):
         if self._watcher is not None:
             self._watcher.tag(result, "kv cache")
         return result
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self._watcher is not None:
+            for layer in self.layers:
+                if isinstance(layer, DynamicLayer):
+                    self._watcher.tag((layer.keys, layer.values), "kv cache")
 
 
 class FrozenBase(nn.Module):

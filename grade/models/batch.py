@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Self
 
 import torch
@@ -24,6 +25,15 @@ def _selected(part: Any, rows: slice | Sequence[int] | Tensor) -> Any:
     return part[rows] if isinstance(part, Tensor | Rows) else part
 
 
+def _numbers(rows: slice | Sequence[int] | Tensor, length: int) -> list[int]:
+    """The numbers of the selected rows; without tensors, which have no data in a trace."""
+    every = range(length)
+    if isinstance(rows, slice):
+        return list(every[rows])
+    picks = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+    return list(compress(every, picks)) if picks and isinstance(picks[0], bool) else picks
+
+
 @dataclass(frozen=True)
 class PromptBatch(Rows):
     """A batch of tokenised prompts, padded on the left."""
@@ -32,10 +42,14 @@ class PromptBatch(Rows):
     mask: Tensor  # 1 at a token, 0 at padding, int64 [B, P]
     # the dataset's row of each prompt, B of them; None if the ids were not made from rows
     examples: tuple[Mapping[str, Any], ...] | None = None
+    sources: tuple[int, ...] = ()  # number of each prompt, B of them, the same for copies of one; by default all differ
 
     def __post_init__(self) -> None:
         if self.examples is not None and len(self.examples) != len(self.ids):
             raise ValueError(f"{len(self.examples)} examples for {len(self.ids)} prompts")
+        object.__setattr__(self, "sources", self.sources or tuple(range(len(self.ids))))
+        if len(self.sources) != len(self.ids):
+            raise ValueError(f"sources of {len(self.sources)} prompts for {len(self.ids)}")
 
     def __len__(self) -> int:
         """The number of prompts B."""
@@ -43,15 +57,18 @@ class PromptBatch(Rows):
 
     def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> PromptBatch:
         """The prompts of these rows, still a batch."""
-        examples = self.examples
-        if examples is not None:
-            numbers = rows.cpu() if isinstance(rows, Tensor) else rows
-            examples = tuple(examples[i] for i in torch.arange(len(self))[numbers].tolist())
-        return PromptBatch(self.ids[rows], self.mask[rows], examples)
+        numbers = _numbers(rows, len(self))
+        examples = None if self.examples is None else tuple(self.examples[i] for i in numbers)
+        return PromptBatch(self.ids[rows], self.mask[rows], examples, tuple(self.sources[i] for i in numbers))
 
     def repeat(self, times: int) -> PromptBatch:
         """Each prompt ``times`` times in a row, one for each of its completions."""
-        return self[torch.arange(len(self), device=self.ids.device).repeat_interleave(times)]
+        return self[[row for row in range(len(self)) for _ in range(times)]]
+
+    def distinct(self) -> tuple[PromptBatch, list[int]]:
+        """One copy of each prompt, and the number of its copy there for each row."""
+        place = {source: number for number, source in enumerate(dict.fromkeys(self.sources))}
+        return self[[self.sources.index(source) for source in place]], [place[source] for source in self.sources]
 
     def rows(self) -> list[list[int]]:
         """Token ids of each prompt, without padding."""
@@ -63,7 +80,7 @@ class PromptBatch(Rows):
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """The same batch on another device."""
-        return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)
+        return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ is ever formed; the only vector of size V with a gradient is the token bias, whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,8 @@ BLOCK_TOKENS = 1024
 GATHER_ELEMENTS = 2**24
 """Elements of gathered head rows [n, K, D] that exist at once in `support_logits`."""
 
-RowFunction = Callable[..., tuple[Tensor, Tensor | None]]
-"""From logits [n, V] to one number per row and its gradient in the logits; see `row_values`."""
+RowFunction = Callable[..., Iterator[tuple[Tensor, Tensor | None]]]
+"""From logits [n, V] to one or more numbers per row, each with its gradient in the logits; see `row_values`."""
 
 
 def chunk_rows(vocab: int, count: int) -> int:
@@ -209,135 +209,174 @@ def _products(table: Tensor, ids: Tensor, vectors: Tensor) -> Tensor:
 
 
 def row_values(
-    head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor, forbidden: tuple[int, ...] = (),
-    where: Tensor | None = None, entropies: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """One number per row of logits, from hidden states; `chunk_rows` rows of logits exist at once.
+    head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor, entropy: bool = False
+) -> tuple[Tensor, ...]:
+    """Numbers of each row of logits, from hidden states; `chunk_rows` rows of logits exist at once.
 
-    Differentiable in ``hidden``. As there is one number per row, its gradient [N, D] is computed in the forward pass,
+    Differentiable in ``hidden``. As they are single numbers, their gradients [N, D] are computed in the forward pass,
     while the chunk's logits exist, and only scaled in backward: no second product with the head, and nothing of size V
     is kept. Without gradient nothing is kept at all. If the head's token bias requires a gradient, which is a sum over
     rows, their logits are computed again in backward, and what makes them is kept.
 
-    ``of_logits`` is called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``,
-    which are constants with N rows. It returns values [n] and, if needed, their gradient in the logits [n, V], and may
-    overwrite the logits. Other tables that it reads, its attribute ``reads``, are gathered once for all rows if they
-    are in parts. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
-    ``where`` is True. Values are float32 (float64 for a float64 model).
-
-    A list ``entropies`` gets the rows' `entropy_of_logits`, [n] for each chunk, without gradient and of all tokens, the
-    forbidden ones included.
+    ``of_logits`` is called with logits [n, V], whether gradients are needed, and the same rows [n, ...] of ``others``,
+    which are constants with N rows. It yields values [n], each with its gradient in the logits [n, V], or with None if
+    it has none or none is needed, and may overwrite the logits. Other tables that it reads, its attribute ``reads``,
+    are gathered once for all rows if they are in parts. The values, [N] each, are float32 (float64 for a float64
+    model). With ``entropy`` the last are the rows' `entropy_of_logits`, without gradient.
     """
-    if where is None or not forbidden:
-        forbidden = ()
-    else:
-        others = (*others, where)
     with whole(head.weight, *getattr(of_logits, "reads", ())):
-        return _RowValues.apply(hidden, head.token_bias, head, of_logits, forbidden, entropies, *others)
+        values = _RowValues.apply(hidden, head.token_bias, head, of_logits, entropy, *others)
+    return (*values[:-1], values[-1].detach()) if entropy else values
 
 
 class _RowValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, token_bias: Tensor | None, head: Head, of_logits: RowFunction, forbidden: tuple[int, ...],
-        entropies: list[Tensor] | None, *others: Tensor,
-    ) -> Tensor:  # fmt: skip
-        values, slopes, (needed, trained, *_) = [], [], ctx.needs_input_grad
-        rows = chunk_rows(len(head.weight), len(hidden))
+        ctx, hidden: Tensor, token_bias: Tensor | None, head: Head, of_logits: RowFunction, entropy: bool,
+        *others: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        needed, trained, *_ = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)
+        rows, chunks = chunk_rows(len(head.weight), len(hidden)), []
         for h, *rest in zip(*(x.split(rows) for x in (hidden, *others)), strict=True):
-            value, slope = _chunk(head, h, of_logits, needed, forbidden, rest, entropies=entropies)
-            values.append(value)
-            slopes.append(slope)
-        kept = [torch.cat(slopes)] if needed else []
+            chunks.append(_chunk(head, h, of_logits, needed, rest, entropy))
+        columns = [zip(*column, strict=True) for column in zip(*chunks, strict=True)]
+        values, slopes = zip(*((torch.cat(v), None if s[0] is None else torch.cat(s)) for v, s in columns), strict=True)
         if trained:
-            kept += [hidden, *others, token_bias]  # the bias only for autograd's check that it has not changed
-            ctx.again = head, of_logits, forbidden, rows
-        ctx.needed = needed
-        ctx.save_for_backward(*kept)
-        return torch.cat(values)
+            ctx.again = head, of_logits, rows
+        # The bias only for autograd's check that it has not changed.
+        ctx.save_for_backward(*slopes, *([hidden, *others, token_bias] if trained else []))
+        return values
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        kept, of_hidden, of_bias = list(ctx.saved_tensors), None, None
-        if ctx.needed:
-            slope = kept.pop(0)
-            of_hidden = (grad.unsqueeze(-1) * slope).to(slope.dtype)
+    def backward(ctx, *grads: Tensor | None):
+        saved = ctx.saved_tensors  # once: read twice, recomputed layers would be computed twice
+        slopes, kept = saved[: len(grads)], saved[len(grads) :]
+        parts = [(g.unsqueeze(-1) * slope).to(slope.dtype)
+                 for g, slope in zip(grads, slopes, strict=True) if g is not None and slope is not None]  # fmt: skip
+        of_hidden, of_bias = sum(parts[1:], parts[0]) if parts else None, None
         if kept:
-            head, of_logits, forbidden, rows = ctx.again
-            parts = zip(*(x.split(rows) for x in (grad, *kept[:-1])), strict=True)
+            head, of_logits, rows = ctx.again
+            nothing = kept[0].new_zeros(len(kept[0]), dtype=wide(kept[0].dtype))
+            grads = torch.stack([nothing if g is None else g for g in grads], 1)
             with whole(head.weight, *getattr(of_logits, "reads", ())):
-                of_bias = sum(_chunk(head, h, of_logits, True, forbidden, rest, g)[1] for g, h, *rest in parts)
+                of_bias = sum(_bias_slope(head, h, of_logits, rest, g) for g, h, *rest in
+                              zip(*(x.split(rows) for x in (grads, *kept[:-1])), strict=True))  # fmt: skip
         return of_hidden, of_bias, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 def _chunk(
-    head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, forbidden: tuple[int, ...], rest: list[Tensor],
-    weights: Tensor | None = None, entropies: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Values [n] and their gradient in the hidden states [n, D]; a separate function, so that every [n, V] is freed.
-
-    With weights [n] the gradient of the weighted sum in the token bias [V] instead.
-    """
+    head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, rest: list[Tensor], entropy: bool
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Values [n], their gradients in the hidden states [n, D]; a function of its own, so that every [n, V] is freed."""
     logits = [head(hidden)]
-    if entropies is not None:
-        entropies.append(entropy_of_logits(logits[0]))
-    inner = head.slope(logits[0]) if needed else 1.0
-    if forbidden:
-        columns, where = torch.tensor(forbidden, device=hidden.device), rest.pop().unsqueeze(1)
-        logits[0][:, columns] = logits[0][:, columns].masked_fill(where, float("-inf"))
-    value, grad = of_logits(logits.pop(), needed, rest)  # popped: the callee alone holds them, to drop
-    if weights is not None:
-        return value, grad.mul_(weights.unsqueeze(1)).sum(0) / head.temperature
-    return value, grad.mul_(inner).to(hidden.dtype) @ head.weight if needed else None
+    entropies = [(entropy_of_logits(logits[0]), None)] if entropy else []
+    inner, found = head.slope(logits[0]) if needed else 1.0, []
+    for value, grad in of_logits(logits.pop(), needed, rest):  # popped: the callee alone holds them, to drop
+        found.append((value, None if grad is None else grad.mul_(inner).to(hidden.dtype) @ head.weight))
+        del grad
+    return found + entropies
 
 
-def kl_divergence(
-    head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor, entropies: list[Tensor] | None = None
-) -> Tensor:
+def _bias_slope(head: Head, hidden: Tensor, of_logits: RowFunction, rest: list[Tensor], weights: Tensor) -> Tensor:
+    """The gradient of a sum of values with weights [n, values] in the token bias [V]."""
+    found = enumerate(of_logits(head(hidden), True, rest))
+    parts = [grad.mul_(weights[:, n : n + 1]).sum(0) for n, (_, grad) in found if grad is not None]
+    return sum(parts[1:], parts[0]) / head.temperature
+
+
+def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor) -> Tensor:
     """Exact ``KL(policy || reference)`` over the full vocabulary, row by row, from hidden states; see `row_values`.
 
     ``KL = sum_v p_v (log p_v - log q_v)`` in nats, with ``p = softmax(head(h))`` and ``q = softmax(ref_head(h_ref))``
     of the *same* position; the heads differ in the policy's token bias. Differentiable in ``hidden`` (the reference is
     a constant): ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose
     terms are all >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then
-    enters at second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5. A list ``entropies``
-    gets the policy's entropies.
+    enters at second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
     """
+    return row_values(head, hidden, _kl_from(ref_head), ref_hidden.detach())[0]
 
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+
+def kl_and_entropy(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """`kl_divergence`, and the policy's entropy in nats, without gradient."""
+    return row_values(head, hidden, _kl_from(ref_head), ref_hidden.detach(), entropy=True)
+
+
+def _kl_from(ref_head: Head) -> RowFunction:
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
         logp = logits.log_softmax(-1)
         del logits
-        ref_logp = ref_head(others[0]).log_softmax(-1)
+        ref_logp = ref_head(others[-1]).log_softmax(-1)
         diff = logp - ref_logp
         p = logp.exp_()
         # In place, and in this order: q - p is exact where they are close, p (log p - log q) is small there.
         kl = ref_logp.exp_().sub_(p).addcmul_(p, diff).sum(-1)
-        return kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed else None
+        yield kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed else None
 
-    return row_values(head, hidden, of_logits, ref_hidden.detach(), entropies=entropies)
+    return of_logits
 
 
 def token_logps(
-    head: Head, hidden: Tensor, ids: Tensor, forbidden: tuple[int, ...] = (), where: Tensor | None = None,
-    entropies: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    head: Head, hidden: Tensor, ids: Tensor, forbidden: tuple[int, ...] = (), where: Tensor | None = None
+) -> Tensor:
     """``log softmax(head(h))`` in nats at one token per row, from hidden states; see `row_values`.
 
-    Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v. A list ``entropies`` gets the
-    policy's entropies.
+    Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v. The logits of ``forbidden``
+    token ids, which could not be sampled, are -inf in the rows [N] where ``where`` is True.
     """
+    return row_values(head, hidden, _logp_of(forbidden), ids.unsqueeze(1), *_given(where))[0]
 
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        (token,) = others
-        logp = logits.log_softmax(-1)
+
+def token_scores(
+    head: Head, hidden: Tensor, ids: Tensor, forbidden: tuple[int, ...] = (), where: Tensor | None = None,
+    reference: tuple[Head, Tensor] | None = None, kl_gradient: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`token_logps`; given the reference's head and hidden states, `kl_divergence`; and the policy's entropy in nats.
+
+    All from one product with the policy's head. KL and entropy are of all tokens; the entropy has no gradient, and KL
+    has one, for one more product, if it is asked for.
+    """
+    logp_of, others = _logp_of(forbidden), (ids.unsqueeze(1), *_given(where))
+    if reference is None:
+        return row_values(head, hidden, logp_of, *others, entropy=True)
+    kl_from, ref_hidden = _kl_from(reference[0]), reference[1].detach()
+
+    def of_logits(logits: Tensor, needed: bool, rest: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        held = [logits]
+        del logits
+        allowed = held[0][:, list(forbidden)] if len(rest) > 2 else None
+        yield from logp_of(held[0], needed, rest[:-1])
+        if allowed is not None:
+            held[0][:, list(forbidden)] = allowed
+        yield from kl_from(held.pop(), needed and kl_gradient, rest)
+
+    logps, kl, entropies = row_values(head, hidden, of_logits, *others, ref_hidden, entropy=True)
+    return logps, kl if kl_gradient else kl.detach(), entropies
+
+
+def _logp_of(forbidden: tuple[int, ...]) -> RowFunction:
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        token, *where = others
+        logp = _forbid(logits, forbidden, *where).log_softmax(-1)
         del logits
         value = logp.gather(1, token)
-        if not needed:
-            return value.squeeze(1), None
-        return value.squeeze(1), logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
+        if needed:
+            logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
+        yield value.squeeze(1), logp if needed else None
 
-    tokens = ids.unsqueeze(1)
-    return row_values(head, hidden, of_logits, tokens, forbidden=forbidden, where=where, entropies=entropies)
+    return of_logits
+
+
+def _given(where: Tensor | None) -> list[Tensor]:
+    return [] if where is None else [where]
+
+
+def _forbid(logits: Tensor, forbidden: tuple[int, ...], where: Tensor | None = None) -> Tensor:
+    """Logits [n, V], in place -inf at the forbidden ids in the rows [n] where ``where`` is True."""
+    if where is not None and forbidden:
+        columns = torch.tensor(forbidden, device=logits.device)
+        logits[:, columns] = logits[:, columns].masked_fill(where.unsqueeze(1), float("-inf"))
+    return logits
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
@@ -371,17 +410,17 @@ def expected_values(
     tokens too.
     """
 
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        (numbers,) = others
-        p = logits.softmax(-1)
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        numbers, *where = others
+        p = _forbid(logits, forbidden, *where).softmax(-1)
         del logits
         s = values(numbers).to(p.dtype)
         value = (p * s).sum(-1)
-        return value, p.mul_(s - value.unsqueeze(-1)) if needed else None
+        yield value, p.mul_(s - value.unsqueeze(-1)) if needed else None
 
     of_logits.reads = getattr(values, "reads", ())
     numbers = torch.arange(len(hidden), device=hidden.device)
-    return row_values(head, hidden, of_logits, numbers, forbidden=forbidden, where=where)
+    return row_values(head, hidden, of_logits, numbers, *_given(where))[0]
 
 
 def embedding_values(weight: Tensor, scale: float, u: Tensor) -> Values:
@@ -413,10 +452,10 @@ def self_certainty(head: Head, hidden: Tensor) -> Tensor:
     a different quantity.
     """
 
-    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return certainty_of_logits(logits), logits.softmax(-1).sub_(1 / logits.shape[-1]) if needed else None
+    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        yield certainty_of_logits(logits), logits.softmax(-1).sub_(1 / logits.shape[-1]) if needed else None
 
-    return row_values(head, hidden, of_logits)
+    return row_values(head, hidden, of_logits)[0]
 
 
 def certainty_of_logits(logits: Tensor) -> Tensor:

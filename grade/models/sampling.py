@@ -122,11 +122,16 @@ def check_length(backbone: Policy, length: int) -> None:
 
 
 class Decoder:
-    """Decoding, one position at a time, on a key-value cache."""
+    """Decoding, one position at a time, on a key-value cache; a prompt with several completions is read once."""
 
     def __init__(self, backbone: Policy, prompts: PromptBatch) -> None:
         self.backbone, self.mask, self.cache = backbone, prompts.mask, backbone.new_cache()
-        self.last = backbone.decode(backbone.embed(prompts.ids), self.mask, self.cache)[:, -1]
+        once, rows = prompts.distinct()
+        self.last = backbone.decode(backbone.embed(once.ids), once.mask, self.cache)[:, -1]
+        if len(once) < len(prompts):
+            copies = torch.tensor(rows, device=self.last.device)
+            self.last = self.last[copies]
+            self.cache.reorder_cache(copies)
 
     def logits(self) -> Tensor:
         """Logits of the next token [B, V]."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
+from grade.models import head
 from grade.models.batch import PromptBatch
-from grade.models.head import kl_divergence, token_logps
+from grade.models.head import kl_divergence, token_logps, token_scores
 from grade.models.policy import Policy
 from grade.models.sampling import early_rows, is_eos
 
@@ -39,22 +40,37 @@ def completion_logps(
 
 def hidden_logps(backbone: Policy, hidden: Tensor, ids: Tensor, mask: Tensor, min_new_tokens: int = 0) -> Tensor:
     """`completion_logps` from the hidden states [B, T, D] of `predicting_hidden`."""
-    rows, eos, early = hidden.flatten(0, 1), backbone.eos_token_ids, early_rows(mask, min_new_tokens)
-    if early is not None and (is_eos(ids, eos) & early.view(ids.shape) & mask.bool()).any():
-        raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
+    early = _early(backbone, ids, mask, min_new_tokens)
+    rows, eos = hidden.flatten(0, 1), backbone.eos_token_ids
     return token_logps(backbone.head, rows, ids.flatten(), eos, early).view(mask.shape) * mask
 
 
-def token_kl(
-    backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor, entropies: list[Tensor] | None = None
-) -> Tensor:
+def hidden_scores(
+    backbone: Policy, hidden: Tensor, ref_hidden: Tensor, ids: Tensor, mask: Tensor, min_new_tokens: int = 0,
+    kl_gradient: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`hidden_logps` and `kl_and_entropy`, from one product with the policy's head; see `token_scores`."""
+    early, reference = _early(backbone, ids, mask, min_new_tokens), (backbone.ref_head, ref_hidden.flatten(0, 1))
+    rows, eos = hidden.flatten(0, 1), backbone.eos_token_ids
+    scores = token_scores(backbone.head, rows, ids.flatten(), eos, early, reference, kl_gradient)
+    return tuple(values.view(mask.shape) * mask for values in scores)
+
+
+def _early(backbone: Policy, ids: Tensor, mask: Tensor, min_new_tokens: int) -> Tensor | None:
+    """`early_rows` of completions, none of which may end before ``min_new_tokens``."""
+    early = early_rows(mask, min_new_tokens)
+    if early is not None and (is_eos(ids, backbone.eos_token_ids) & early.view(ids.shape) & mask.bool()).any():
+        raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
+    return early
+
+
+def token_kl(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:
     """Exact full-vocabulary KL(policy || reference) at each token [B, T] in nats, 0 where masked.
 
-    From hidden states [B, T, D] of `predicting_hidden`; the reference's are constants. ``entropies`` as for
-    `kl_divergence`.
+    From hidden states [B, T, D] of `predicting_hidden`; the reference's are constants.
     """
     rows, ref_rows = hidden.flatten(0, 1), ref_hidden.flatten(0, 1)
-    return kl_divergence(backbone.head, rows, backbone.ref_head, ref_rows, entropies).view(mask.shape) * mask
+    return kl_divergence(backbone.head, rows, backbone.ref_head, ref_rows).view(mask.shape) * mask
 
 
 def kl_and_entropy(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,9 +79,9 @@ def kl_and_entropy(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: T
     Both are of the whole distribution, from the same logits: end-of-sequence has its share before ``min_new_tokens``
     too.
     """
-    entropies: list[Tensor] = []
-    kl = token_kl(backbone, hidden, ref_hidden, mask, entropies)
-    return kl, torch.cat(entropies).view(mask.shape) * mask
+    rows, ref_rows = hidden.flatten(0, 1), ref_hidden.flatten(0, 1)
+    kl, entropy = head.kl_and_entropy(backbone.head, rows, backbone.ref_head, ref_rows)
+    return kl.view(mask.shape) * mask, entropy.view(mask.shape) * mask
 
 
 @torch.no_grad()

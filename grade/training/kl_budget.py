@@ -36,7 +36,7 @@ from grade.models.backbone import Backbone
 from grade.models.parameters import restoring, set_values
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
+from grade.models.scoring import hidden_scores, predicting_hidden
 
 LONGEST = 4.0
 """Largest c: beyond it a step says little about the direction."""
@@ -293,10 +293,9 @@ class BatchKL:
         kl, logps = [], []
         for (_, ids, mask), hidden, reference in zip(self.completions, states, self.reference, strict=True):
             missing = (0, self.length - ids.shape[1])
-            terms = token_kl(self.backbone, hidden, reference, mask)
-            kl.append(F.pad(terms.double(), missing))
-            terms = hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=self.least)
-            logps.append(F.pad(terms.double(), missing))
+            chosen, whole, _ = hidden_scores(self.backbone, hidden, reference, ids, mask, self.least)
+            kl.append(F.pad(whole.double(), missing))
+            logps.append(F.pad(chosen.double(), missing))
         return torch.cat(kl), torch.cat(logps)
 
     def _mean(self, values: Tensor, weights: Tensor) -> float:

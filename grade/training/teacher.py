@@ -75,14 +75,14 @@ class TeacherGradient(Learner):
         (prompts, ids, mask), near = completions.text, objective.beta > 0
         reference = self.reference(prompts, ids) if near else None
         hidden = self.hidden(prompts, ids)
-        (teacher,), entropies = objective.terms, []
-        divergence = sequence_mean(teacher(hidden, prompts, ids, mask, entropies), mask)
+        (teacher,) = objective.terms
+        terms, entropy = teacher.divergence(hidden, teacher.hidden(prompts, ids), mask)
+        divergence = sequence_mean(teacher.weight * terms, mask)
         loss, kl = divergence.mean(), torch.full(mask.shape, torch.nan, device=mask.device)
         if near:
             kl = token_kl(self.backbone, hidden, reference, mask)
             loss = loss + objective.beta * sequence_mean(kl, mask).mean()
         (loss * scale).backward(inputs=self.backbone.trainable_parameters())
-        entropy = torch.cat(entropies).view(mask.shape) * mask
         return GradientStep(ids, mask, -divergence.detach(), kl.detach(), loss.detach(), entropy=entropy)
 
 
@@ -112,14 +112,9 @@ class Teacher:
     encode: Callable[[Sequence[Mapping[str, Any]]], PromptBatch] | None = None
     ends: tuple[int, ...] = ()
 
-    def __call__(
-        self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor, entropies: list[Tensor] | None = None
-    ) -> Tensor:
-        """``w D`` [B, T] of completions [B, T], differentiable in the policy's hidden states [B, T, D].
-
-        A list ``entropies`` gets the policy's, see `row_values`.
-        """
-        return self.weight * self.divergence(hidden, self.hidden(prompts, ids), mask, entropies)
+    def __call__(self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """``w D`` [B, T] of completions [B, T], differentiable in the policy's hidden states [B, T, D]."""
+        return self.weight * self.divergence(hidden, self.hidden(prompts, ids), mask)[0]
 
     @property
     def head(self) -> Head:
@@ -145,16 +140,14 @@ class Teacher:
             return prompts
         return self.encode([with_context(row, self.context) for row in prompts.examples]).to(prompts.ids.device)
 
-    def divergence(
-        self, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor, entropies: list[Tensor] | None = None
-    ) -> Tensor:
-        """Divergence at each token [B, T] in nats, 0 where masked, from hidden states of policy and teacher.
+    def divergence(self, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Divergence and the policy's entropy at each token [B, T] in nats, 0 where masked, from both's hidden states.
 
-        Differentiable in the policy's [B, T, D].
+        The divergence is differentiable in the policy's [B, T, D].
         """
-        rows = hidden.flatten(0, 1), teacher_hidden.flatten(0, 1)
-        values = jensen_shannon(self.policy.head, rows[0], self.head, rows[1], self.beta, entropies, self.ends)
-        return values.view(mask.shape) * mask
+        rows, taught = hidden.flatten(0, 1), teacher_hidden.flatten(0, 1)
+        values = jensen_shannon(self.policy.head, rows, self.head, taught, self.beta, self.ends)
+        return tuple(each.view(mask.shape) * mask for each in values)
 
     @contextlib.contextmanager
     def _in_role(self) -> Iterator[None]:
@@ -188,15 +181,14 @@ class TeacherReward(Reward):
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Of completions [B, T] of the policy as it is now; see `Reward.score`."""
         states = self.teacher.hidden(prompts, ids)
-        values = self.teacher.divergence(predicting_hidden(policy, prompts, ids), states, mask)
+        values, _ = self.teacher.divergence(predicting_hidden(policy, prompts, ids), states, mask)
         return -values.sum(1) / mask.sum(1)
 
 
 def jensen_shannon(
-    head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Tensor, beta: float,
-    entropies: list[Tensor] | None = None, ends: tuple[int, ...] = (),
-) -> Tensor:  # fmt: skip
-    """Generalised Jensen-Shannon divergence of a policy p from a teacher q; see `grade.models.head.row_values`.
+    head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Tensor, beta: float, ends: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Generalised Jensen-Shannon divergence of a policy p from a teacher q, and p's entropy, without gradient.
 
     ``D = beta KL(q || m) + (1 - beta) KL(p || m)`` in nats with ``m = beta q + (1 - beta) p``, row by row; beta = 0 is
     the forward ``KL(q || p)`` and beta = 1 the reverse ``KL(p || q)``, as in TRL (Agarwal et al. 2024,
@@ -206,12 +198,12 @@ def jensen_shannon(
 
     Heads of unequal width are compared on the tokens that both have, each distribution renormalised there: the others
     are padding. As in `kl_divergence`, the sum is of terms >= 0. The tokens ``ends`` are one event E of both: with
-    ``l_E = logsumexp_{v in E} l_v``, ``dD/dl_v = p_v / p_E dD/dl_E``. A list ``entropies`` gets the policy's, of all
-    tokens.
+    ``l_E = logsumexp_{v in E} l_v``, ``dD/dl_v = p_v / p_E dD/dl_E``. The entropy is of all tokens. See
+    `grade.models.head.row_values`.
     """
     shared, columns = min(len(head.weight), len(teacher.weight)), list(ends)
 
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
         missing, logits = logits.shape[1] - shared, logits[:, :shared]
         taught = teacher(others[0])[:, :shared].to(logits.dtype)
         if columns:
@@ -220,10 +212,10 @@ def jensen_shannon(
         value, grad = _divergence(logits.log_softmax(-1), taught.log_softmax(-1), beta, logits, taught)
         if columns:
             grad[:, columns] = grad[:, columns[:1]] * shares
-        return value, F.pad(grad, (0, missing)) if needed else None
+        yield value, F.pad(grad, (0, missing)) if needed else None
 
     of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
-    return row_values(head, hidden, of_logits, teacher_hidden.detach(), entropies=entropies)
+    return row_values(head, hidden, of_logits, teacher_hidden.detach(), entropy=True)
 
 
 def _merge(logits: Tensor, columns: list[int]) -> Tensor:

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -102,7 +101,7 @@ def test_hops_converge_and_residual_reports_it(backbone, prompts, reward, estima
     assert steps[1][0].residual > 1e-4
     # The change of the adjoint a by the last hop, |a_n - a_{n-1}| / |a_n|, with each a taken hop by hop.
     graph = ReplayGraph(backbone, sample(backbone, prompts, cfg, torch.Generator().manual_seed(0)))
-    (_, r, _), (_, k) = graph.reward(objective), graph.kl(objective.beta)
+    (_, r, _), (_, _, k) = graph.reward(objective), graph.kl(objective.beta)
     pull, a = graph.pullback(graph.rollout, cfg), [r]
     for _ in range(2):
         a.append(r + torch.autograd.grad(graph.h, graph.e, pull(a[-1])[0] + k[0], retain_graph=True)[0])
@@ -264,7 +263,7 @@ def test_noise_given_the_tokens_has_the_law_of_sampled_noise(backbone, estimator
     """Supports and noise drawn given a rollout's tokens, against another rollout's own, n = 3000."""
     n = 3000
     one = make_prompts(1)
-    prompts = replace(one, ids=one.ids.repeat(n, 1), mask=one.mask.repeat(n, 1))
+    prompts = one.repeat(n)
     cfg = config(estimator=estimator, support=support, rao_draws=2, max_new_tokens=3)
     own = sample(backbone, prompts, cfg, torch.Generator().manual_seed(0))
     other = ReplayGraph(backbone, sample(backbone, prompts, cfg, torch.Generator().manual_seed(1)))

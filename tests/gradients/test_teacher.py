@@ -40,7 +40,7 @@ def test_divergences_and_gradients_against_dense_logits(options, v, beta):
     h, states, weight = randn(N, 5, seed=3).requires_grad_(), randn(N, 5, seed=4), randn(N)
     shared = min(v, V)
     want = dense(head(h)[:, :shared], other(states)[:, :shared], beta)
-    got = jensen_shannon(head, h, other, states, beta)
+    got, _ = jensen_shannon(head, h, other, states, beta)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     grads = (torch.autograd.grad(each, h, weight)[0] for each in (got, want))
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
@@ -57,7 +57,7 @@ def test_ends_are_one_token_with_the_sum_of_their_probabilities(v, beta):
         return torch.cat([logits[:, others], logits[:, ends].logsumexp(-1, keepdim=True)], 1)
 
     want = dense(merged(head(h)), merged(other(states)), beta)
-    got = jensen_shannon(head, h, other, states, beta, ends=tuple(ends))
+    got, _ = jensen_shannon(head, h, other, states, beta, ends=tuple(ends))
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     grads = (torch.autograd.grad(each, h, weight)[0] for each in (got, want))
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
@@ -67,7 +67,7 @@ def test_ends_are_one_token_with_the_sum_of_their_probabilities(v, beta):
 def test_equal_distributions_do_not_diverge(beta):
     """Exactly: an optimizer would make steps of what is left of rounding."""
     head, h = make_head(dtype=torch.float32), randn(N, 5, dtype=torch.float32).requires_grad_()
-    each = jensen_shannon(head, h, head, h.detach(), beta)
+    each, _ = jensen_shannon(head, h, head, h.detach(), beta)
     assert not each.any() and not torch.autograd.grad(each.sum(), h)[0].any()
 
 
@@ -144,7 +144,7 @@ def test_another_model_as_teacher_is_read_at_the_policys_temperature():
     hidden, states = predicting_hidden(backbone, prompts, ids), teacher.hidden(prompts, ids)
     pairs = (hidden, backbone), (states, teacher.model)
     want = dense(*(each @ base.head.weight.T / 0.7 for each, base in pairs), 1.0)
-    torch.testing.assert_close(teacher.divergence(hidden, states, torch.ones_like(ids)), want)
+    torch.testing.assert_close(teacher.divergence(hidden, states, torch.ones_like(ids))[0], want)
 
 
 SYSTEM, PARTS = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": "Be brief."}]
@@ -174,12 +174,12 @@ def test_an_adapter_on_the_same_base_is_a_teacher_without_another_copy(tmp_path)
     hidden = predicting_hidden(backbone, prompts, ids)  # its graph needs the policy's values
     states = teacher.hidden(prompts, ids)
     torch.testing.assert_close(states, predicting_hidden(other, prompts, ids).detach())
-    teacher.divergence(hidden, states, torch.ones_like(ids)).sum().backward()
+    teacher.divergence(hidden, states, torch.ones_like(ids))[0].sum().backward()
     assert gradient(backbone).abs().sum() > 0
     assert all(torch.equal(p, b) for p, b in zip(backbone.trainable_parameters(), before, strict=True))
     backbone.save_adapter(tmp_path / "own")
     own = make_teacher(tmp_path / "own", backbone)
-    assert own.divergence(hidden, own.hidden(prompts, ids), torch.ones_like(ids)).abs().max() == 0
+    assert own.divergence(hidden, own.hidden(prompts, ids), torch.ones_like(ids))[0].abs().max() == 0
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -199,7 +199,7 @@ def test_a_teacher_on_the_same_base_has_its_own_token_bias_and_not_the_policys(b
         reference = backbone.head(predicting_hidden(backbone, prompts, ids))
     for given, logits in ((tmp_path, (plain if beside else reference) + own), ("base", reference)):
         teacher = make_teacher(given, backbone)
-        found = teacher.divergence(hidden, teacher.hidden(prompts, ids), torch.ones_like(ids))
+        found, _ = teacher.divergence(hidden, teacher.hidden(prompts, ids), torch.ones_like(ids))
         p, q = (plain + backbone.token_bias).log_softmax(-1), logits.log_softmax(-1).detach()
         want = (p.exp() * (p - q)).sum(-1)
         torch.testing.assert_close(found, want)

@@ -15,10 +15,12 @@ from grade.models.head import (
     Head,
     embedding_values,
     expected_values,
+    kl_and_entropy,
     kl_divergence,
     self_certainty,
     support_logits,
     token_logps,
+    token_scores,
     weighted_embedding,
 )
 
@@ -80,9 +82,29 @@ def test_row_functions_against_autograd_on_dense_logits(options):
     logp, ref_logp = head(h).log_softmax(-1), ref_head(ref).log_softmax(-1).detach()
     same(kl_divergence(head, h, ref_head, ref), (logp.exp() * (logp - ref_logp)).sum(-1), h, head)
     same(self_certainty(head, h), -logp.mean(-1) - math.log(V), h, head)
-    entropies = []
-    same(token_logps(head, h, ids, entropies=entropies), logp.gather(1, ids[:, None]).squeeze(1), h, head)
-    torch.testing.assert_close(torch.cat(entropies), -(logp.exp() * logp).sum(-1).detach())
+    same(token_logps(head, h, ids), logp.gather(1, ids[:, None]).squeeze(1), h, head)
+
+
+@pytest.mark.parametrize("kl_gradient", [True, False])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_scores_from_one_product_are_those_of_each_function(options, kl_gradient):
+    """Values and gradients to the bit; KL and entropy are of all tokens, the log-probabilities of those allowed."""
+    head, h, ref, ids = make_head(**options), hidden(), hidden(seed=3), torch.arange(N)
+    ref_head, where = replace(head, token_bias=None), ids > 5
+    *scores, entropy = token_scores(head, h, ids, (1, 3), where, (ref_head, ref), kl_gradient)
+    wants = token_logps(head, h, ids, (1, 3), where), kl_divergence(head, h, ref_head, ref)
+    inputs = [h, *([] if head.token_bias is None else [head.token_bias])]
+    for got, want in list(zip(scores, wants, strict=True))[: 1 + kl_gradient]:
+        grads = [torch.autograd.grad(y.sum(), inputs, retain_graph=True) for y in (got, want)]
+        assert torch.equal(got, want) and all(map(torch.equal, *grads))
+    both = [torch.autograd.grad(one + (two if kl_gradient else 0 * one), inputs, torch.arange(N) + 1.0)
+            for one, two in (scores, wants)]  # fmt: skip
+    torch.testing.assert_close(*both)
+    assert torch.equal(scores[1], wants[1]) and scores[1].requires_grad == kl_gradient
+    assert torch.equal(entropy, kl_and_entropy(head, h, ref_head, ref)[1]) and not entropy.requires_grad
+    assert torch.equal(entropy, token_scores(head, h, ids, (1, 3), where)[1])
+    logp = head(h).log_softmax(-1)
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1).detach())
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -107,20 +129,16 @@ def test_a_trained_token_bias_keeps_what_makes_the_logits_and_none_of_them():
     assert kept(3000) == kept(1000) == 3 * N * D * 4
 
 
-def test_entropies_beside_a_row_function_change_neither_its_values_nor_its_gradients_nor_what_is_kept():
+def test_entropies_beside_a_row_function_change_neither_its_gradients_nor_what_is_kept():
     """In backward the logits are computed again for the token bias, the entropies are not."""
     head, ref = make_head(token_bias=True, temperature=0.7, v=3000), hidden(seed=3)
-    ref_head, results, entropies = replace(head, token_bias=None), [], []
-    for beside in (None, entropies):
+    ref_head, results = replace(head, token_bias=None), []
+    for function in (kl_divergence, lambda *args: kl_and_entropy(*args)[0]):
         h = hidden()
-        kept = saved_bytes(lambda h=h, beside=beside: kl_divergence(head, h, ref_head, ref, beside))
-        entropies.clear()
-        kl = kl_divergence(head, h, ref_head, ref, beside)
+        kept = saved_bytes(lambda h=h, function=function: function(head, h, ref_head, ref))
+        kl = function(head, h, ref_head, ref)
         results.append([kl, *torch.autograd.grad(kl.sum(), [h, head.token_bias]), torch.tensor(kept)])
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-    logp = head(hidden()).log_softmax(-1)
-    torch.testing.assert_close(torch.cat(entropies), -(logp.exp() * logp).sum(-1).detach())
-    assert not any(each.requires_grad for each in entropies)
 
 
 @settings(max_examples=25, deadline=None)

@@ -86,9 +86,12 @@ def test_examples_follow_every_way_to_pick_rows():
         picked = batch[pick]
         words = [batch.ids.new_tensor([{"a": A, "b": B, "c": C}[e["prompt"]]]) for e in picked.examples]
         assert torch.equal(torch.stack(words), picked.ids) and len(picked) == len(picked.examples)
+        assert tuple(rows[source] for source in picked.sources) == picked.examples
     twice = batch.repeat(2)
     assert twice.ids[:, 0].tolist() == [A, A, B, B, C, C]
     assert twice.examples == (rows[0], rows[0], rows[1], rows[1], rows[2], rows[2])
+    once, places = twice[[5, 0, 1, 4]].distinct()
+    assert once.examples == (rows[2], rows[0]) and places == [0, 1, 1, 0]
     assert batch.to("meta").examples == rows
 
 

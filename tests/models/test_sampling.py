@@ -1,11 +1,12 @@
 """Sampling: exact samples of the policy, where a completion may end, and the cache."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from conftest import EOS, VOCAB, generator, make_backbone, make_prompts
+from conftest import EOS, VOCAB, generator, make_backbone, make_prompts, tiny_gpt2
 from transformers.cache_utils import DynamicLayer
 
 from grade.errors import InputError
@@ -150,3 +151,22 @@ def test_keys_and_values_are_those_of_transformers_in_place(parts, rooms):
         assert all(torch.equal(a, b) for a, b in zip(found[-1], theirs.update(*states), strict=True))
         assert own.get_seq_length() == theirs.get_seq_length()
     assert len({keys.data_ptr() for keys, _ in found}) == rooms  # all are held, so none has another's address
+
+
+@pytest.mark.parametrize("make", [make_backbone, lambda: make_backbone(tiny_gpt2(), target_modules=["c_attn"])],
+                         ids=["llama", "gpt2"])  # fmt: skip
+def test_a_prompt_with_several_completions_is_read_once(make, monkeypatch):
+    """And each completion is the one it would have by itself; also of rows that are taken out of their order."""
+    backbone, read = make(), []
+    decode = type(backbone).decode
+
+    def counted(self, embeds, mask, cache):
+        read.append(len(embeds))
+        return decode(self, embeds, mask, cache)
+
+    monkeypatch.setattr(type(backbone), "decode", counted)
+    prompts = make_prompts(3).repeat(2)[[5, 0, 2, 1, 3]]
+    apart = replace(prompts, sources=tuple(range(5)))
+    shared, alone = (generate(backbone, rows, 6, generator(), stop_early=False)[0] for rows in (prompts, apart))
+    assert torch.equal(shared, alone) and shared.unique(dim=0).shape[0] == 5
+    assert read == [3, *[5] * 5, 5, *[5] * 5]
