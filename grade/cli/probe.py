@@ -28,7 +28,8 @@ def _probe(args: argparse.Namespace) -> None:
     batch, length = config.batch_config, config.generation.max_new_tokens
     print(f"probing {config.backbone}: {batch.B} prompts, {batch.G} completions of {length} tokens each", flush=True)
     report = probe_adapter(config, args.adapter, args.optimizer_state)
-    content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}
+    asked = {"adapter": args.adapter or None, "config": config.model_dump()}
+    content = {"environment": environment(), **asked, **report.as_dict()}
     write_json(args.output, content)
     print(report.as_text())
     print(f"wrote {args.output}")

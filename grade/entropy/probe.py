@@ -10,8 +10,8 @@ import contextlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from grade.gradients.methods import Rate
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.parameters import moved, split_vector, trained_parameters
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, decode
 from grade.stats import Estimate
 
 Reward = Callable[[PromptBatch, Tensor, Tensor], Tensor]
@@ -114,8 +114,8 @@ class ProbeReport:
     modules: dict[str, float]  # each module's part of the predicted change; they sum to ``delta_h1``
     sequences: Tensor  # each evaluation sample's part [B, G]; their mean is ``delta_h1_forward``
     sweep: list[dict[str, float]]  # one row per step size: its multiple of the learning rate, predicted and true change
-    samples: Samples = field(repr=False)  # the evaluation batch
-    step: Tensor = field(repr=False)  # the update vector ``delta theta`` [P]
+    texts: list[tuple[str, str]]  # prompt and completion of each evaluation sample, B G of them; none without tokenizer
+    step: Tensor | None = field(default=None, repr=False)  # the update vector ``delta theta`` [P]; no file has it
 
     def layers(self) -> dict[int, float]:
         """Each layer's part of the predicted change, by the layer's index; -1: modules outside the layers."""
@@ -129,7 +129,13 @@ class ProbeReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for ``report.json``."""
         values = vars(self) | {"sequences": self.sequences.tolist()}
-        return {name: value for name, value in values.items() if name not in ("samples", "step")}
+        return {name: value for name, value in values.items() if name != "step"}
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> ProbeReport:
+        """The report of which ``content``, a ``report.json`` for one, has the plain values."""
+        values = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+        return cls(**values | {"sequences": torch.tensor(content["sequences"], dtype=torch.float64)})
 
     def as_text(self) -> str:
         """The summary that ``python -m grade probe`` prints."""
@@ -211,8 +217,14 @@ class EntropyProbe:
             notes = ["forward mode ran torch's unfused attention: fused attention has no forward derivative"]
         return ProbeReport(
             figures, self._warnings(figures, rewards), notes, self._by_module(x, vector.total), terms.per_sequence(),
-            sweep, evaluation, vector.total,
+            sweep, self._texts(evaluation), vector.total,
         )  # fmt: skip
+
+    def _texts(self, samples: Samples) -> list[tuple[str, str]]:
+        if (tokenizer := self.policy.tokenizer) is None:
+            return []
+        return [(decode(tokenizer, prompts.ids[0], prompts.mask[0]), decode(tokenizer, ids[0], mask[0]))
+                for _, prompts, ids, mask in samples.microbatches(1, "cpu")]  # fmt: skip
 
     def _draw(self, prompts: PromptBatch, generator: torch.Generator) -> Samples:
         c = self.config

@@ -12,6 +12,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grade.cli.main import main
+from grade.entropy.probe import ProbeReport
 from grade.results import read_metrics
 
 SMALL = {
@@ -71,6 +72,9 @@ def test_probe_writes_a_report_and_names_a_state_that_does_not_fit(project, trai
     assert main(["probe", *options]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["figures"]["samples"] == 6 and report["config"]["batch_config"]["G"] == 3
+    assert len(report["texts"]) == 6 and len({prompt for prompt, _ in report["texts"]}) == 2
+    again = ProbeReport.of(report)
+    assert again.as_dict() == {name: report[name] for name in again.as_dict()} and again.step is None
     assert report["figures"]["delta_h1_momentum"] != 0  # optimizer.pt beside the adapter was taken
     follow = ["--set", "follow=[train.yaml]"]
     assert main(["probe", *options, *follow]) == 0

@@ -8,7 +8,7 @@ import torch
 from conftest import make_backbone, make_prompts, tiny_config
 
 from grade.entropy.probe import EntropyProbe, ProbeConfig
-from grade.entropy.samples import scores_at
+from grade.entropy.samples import draw, scores_at
 from grade.errors import InputError
 from grade.experiments.enumeration import exact_change
 from grade.models.parameters import moved, split_vector, trained_parameters
@@ -75,9 +75,10 @@ def test_a_trained_token_bias_is_part_of_the_step():
     report = probe.run(prompts(), reward)
     assert "bias.values" in report.modules and report.modules["bias.values"] != 0
     assert sum(report.modules.values()) == pytest.approx(report.figures["delta_h1"])
-    at = scores_at(policy, report.samples, report.step)
+    samples = draw(policy, prompts(), 2, T, torch.Generator().manual_seed(0))
+    at = scores_at(policy, samples, report.step)
     with moved(policy, report.step, 1.0):
-        there = scores_at(policy, report.samples)
+        there = scores_at(policy, samples)
     torch.testing.assert_close((at.logps, at.entropies), (there.logps, there.entropies))
 
 
