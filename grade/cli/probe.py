@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from grade.cli.options import command, option
 from grade.config_files import load_config
-from grade.entropy.run import ProbeRunConfig, probe_adapter
+from grade.entropy.run import ProbeRunConfig, asked_of, probe_adapter
 from grade.files import write_json
 from grade.results import environment
 
@@ -28,8 +29,9 @@ def _probe(args: argparse.Namespace) -> None:
     batch, length = config.batch_config, config.generation.max_new_tokens
     print(f"probing {config.backbone}: {batch.B} prompts, {batch.G} completions of {length} tokens each", flush=True)
     report = probe_adapter(config, args.adapter, args.optimizer_state)
-    asked = {"adapter": args.adapter or None, "config": config.model_dump()}
-    content = {"environment": environment(), **asked, **report.as_dict()}
-    write_json(args.output, content)
+    output = Path(args.output)
+    write_json(output, asked_of(config, args.adapter, args.optimizer_state) | report.as_dict())
+    seconds = {name: value for name, value in report.figures.items() if name.startswith("seconds/")}
+    write_json(output.with_name(f"timings_{output.name}"), {"environment": environment(), **seconds})
     print(report.as_text())
     print(f"wrote {args.output}")

@@ -127,8 +127,9 @@ class ProbeReport:
         return dict(sorted(parts.items()))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for ``report.json``."""
-        values = vars(self) | {"sequences": self.sequences.tolist()}
+        """Plain values, for ``report.json``: the same in every run, so without seconds."""
+        figures = {name: value for name, value in self.figures.items() if not name.startswith("seconds/")}
+        values = vars(self) | {"figures": figures, "sequences": self.sequences.tolist()}
         return {name: value for name, value in values.items() if name != "step"}
 
     @classmethod

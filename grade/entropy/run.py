@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from grade.errors import InputError
 from grade.gradients.methods import Rate
 from grade.gradients.objective import Objective
 from grade.memory.settings import Device, require_device
-from grade.models.adapter import LoraSettings
+from grade.models.adapter import ADAPTER_FILES, LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_examples, encode_prompts
 from grade.rewards.functions import FunctionReward
@@ -120,6 +121,13 @@ def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path |
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate
     return optimizer
+
+
+def asked_of(config: ProbeRunConfig, folder: str | Path | None, state: str | Path | None = None) -> dict[str, Any]:
+    """What a report is of, as plain values: the settings, and the adapter by a hash of its weights."""
+    weights = folder and (Path(folder) / ADAPTER_FILES[0]).read_bytes()
+    digest = hashlib.sha256(weights).hexdigest() if weights else None
+    return {"config": config.model_dump(mode="json"), "adapter_sha256": digest, "optimizer_state": state and str(state)}
 
 
 def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str | Path | None = None) -> ProbeReport:

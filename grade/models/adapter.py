@@ -154,12 +154,10 @@ def folded(model: nn.Module, report: Callable[[list[Tensor]], None] | None = Non
     The weights are put back bit by bit. PEFT's layers are out of the model meanwhile: they take time even when switched
     off, a twentieth of a decoding step of SmolLM2. ``report`` is called with each new weight.
     """
-    places = [(parent, name, layer) for parent in model.modules() for name, layer in parent.named_children()
-              if isinstance(layer, LoraLayer)]  # fmt: skip
-    originals: list[tuple[nn.Parameter, Tensor]] = []
+    layers, originals = _lora_layers(model), []
     try:
         with torch.no_grad():
-            for _, layer in _lora_layers(model):
+            for _, layer in layers:
                 active = [name for name in layer.active_adapters if name in layer.lora_A]
                 if layer.disable_adapters or not active:
                     continue
@@ -169,12 +167,12 @@ def folded(model: nn.Module, report: Callable[[list[Tensor]], None] | None = Non
                 weight.data = weight.data + delta.to(weight.dtype)
                 if report is not None:
                     report([weight])
-        for parent, name, layer in places:
-            setattr(parent, name, layer.get_base_layer())
+        for name, layer in layers:
+            model.set_submodule(name, layer.get_base_layer())
         yield
     finally:
-        for parent, name, layer in places:
-            setattr(parent, name, layer)
+        for name, layer in layers:
+            model.set_submodule(name, layer)
         for weight, original in reversed(originals):  # the first value of a weight that came twice is put back last
             weight.data = original
 

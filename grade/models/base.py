@@ -51,8 +51,9 @@ class KeysValues(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take these rows, also more of them than there were."""
-        super().reorder_cache(beam_idx)
-        self._room = [self.keys, self.values]
+        if (length := self.get_seq_length()) > 0:
+            self._room = [room.index_select(0, beam_idx) for room in self._room]
+            self.keys, self.values = (room[..., :length, :] for room in self._room)
 
 
 class _Cache(DynamicCache):
@@ -68,13 +69,6 @@ class _Cache(DynamicCache):
         if self._watcher is not None:
             self._watcher.tag(result, "kv cache")
         return result
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self._watcher is not None:
-            for layer in self.layers:
-                if isinstance(layer, DynamicLayer):
-                    self._watcher.tag((layer.keys, layer.values), "kv cache")
 
 
 class FrozenBase(nn.Module):

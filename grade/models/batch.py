@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ def _numbers(rows: slice | Sequence[int] | Tensor, length: int) -> list[int]:
     every = range(length)
     if isinstance(rows, slice):
         return list(every[rows])
-    picks = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+    picks = rows.tolist() if hasattr(rows, "tolist") else list(rows)
     return list(compress(every, picks)) if picks and isinstance(picks[0], bool) else picks
 
 
@@ -42,14 +42,13 @@ class PromptBatch(Rows):
     mask: Tensor  # 1 at a token, 0 at padding, int64 [B, P]
     # the dataset's row of each prompt, B of them; None if the ids were not made from rows
     examples: tuple[Mapping[str, Any], ...] | None = None
-    sources: tuple[int, ...] = ()  # number of each prompt, B of them, the same for copies of one; by default all differ
+    # a number for each prompt, B of them, the same for copies of one, which taking rows makes
+    sources: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.examples is not None and len(self.examples) != len(self.ids):
             raise ValueError(f"{len(self.examples)} examples for {len(self.ids)} prompts")
-        object.__setattr__(self, "sources", self.sources or tuple(range(len(self.ids))))
-        if len(self.sources) != len(self.ids):
-            raise ValueError(f"sources of {len(self.sources)} prompts for {len(self.ids)}")
+        object.__setattr__(self, "sources", tuple(range(len(self.ids))))
 
     def __len__(self) -> int:
         """The number of prompts B."""
@@ -59,7 +58,7 @@ class PromptBatch(Rows):
         """The prompts of these rows, still a batch."""
         numbers = _numbers(rows, len(self))
         examples = None if self.examples is None else tuple(self.examples[i] for i in numbers)
-        return PromptBatch(self.ids[rows], self.mask[rows], examples, tuple(self.sources[i] for i in numbers))
+        return PromptBatch(self.ids[rows], self.mask[rows], examples)._of(self.sources[i] for i in numbers)
 
     def repeat(self, times: int) -> PromptBatch:
         """Each prompt ``times`` times in a row, one for each of its completions."""
@@ -67,6 +66,8 @@ class PromptBatch(Rows):
 
     def distinct(self) -> tuple[PromptBatch, list[int]]:
         """One copy of each prompt, and the number of its copy there for each row."""
+        if len(set(self.sources)) == len(self):
+            return self, list(range(len(self)))
         place = {source: number for number, source in enumerate(dict.fromkeys(self.sources))}
         return self[[self.sources.index(source) for source in place]], [place[source] for source in self.sources]
 
@@ -80,7 +81,11 @@ class PromptBatch(Rows):
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """The same batch on another device."""
-        return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
+        return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)._of(self.sources)
+
+    def _of(self, sources: Iterable[int]) -> Self:
+        object.__setattr__(self, "sources", tuple(sources))
+        return self
 
 
 @dataclass(frozen=True)

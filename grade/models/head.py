@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from grade.models.gather import whole
 
@@ -209,7 +210,7 @@ def _products(table: Tensor, ids: Tensor, vectors: Tensor) -> Tensor:
 
 
 def row_values(
-    head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor, entropy: bool = False
+    head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor | None, entropy: bool = False
 ) -> tuple[Tensor, ...]:
     """Numbers of each row of logits, from hidden states; `chunk_rows` rows of logits exist at once.
 
@@ -219,13 +220,14 @@ def row_values(
     rows, their logits are computed again in backward, and what makes them is kept.
 
     ``of_logits`` is called with logits [n, V], whether gradients are needed, and the same rows [n, ...] of ``others``,
-    which are constants with N rows. It yields values [n], each with its gradient in the logits [n, V], or with None if
-    it has none or none is needed, and may overwrite the logits. Other tables that it reads, its attribute ``reads``,
-    are gathered once for all rows if they are in parts. The values, [N] each, are float32 (float64 for a float64
-    model). With ``entropy`` the last are the rows' `entropy_of_logits`, without gradient.
+    which are constants with N rows (None is left out). It yields values [n], each with its gradient in the logits
+    [n, V], or with None if it has none or none is needed, and may overwrite the logits. Other tables that it reads, its
+    attribute ``reads``, are gathered once for all rows if they are in parts. The values, [N] each, are float32 (float64
+    for a float64 model). With ``entropy`` the last are the rows' `entropy_of_logits`, without gradient.
     """
     with whole(head.weight, *getattr(of_logits, "reads", ())):
-        values = _RowValues.apply(hidden, head.token_bias, head, of_logits, entropy, *others)
+        given = (rows for rows in others if rows is not None)
+        values = _RowValues.apply(hidden, head.token_bias, head, of_logits, entropy, *given)
     return (*values[:-1], values[-1].detach()) if entropy else values
 
 
@@ -249,6 +251,7 @@ class _RowValues(torch.autograd.Function):
         return values
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor | None):
         saved = ctx.saved_tensors  # once: read twice, recomputed layers would be computed twice
         slopes, kept = saved[: len(grads)], saved[len(grads) :]
@@ -257,8 +260,9 @@ class _RowValues(torch.autograd.Function):
         of_hidden, of_bias = sum(parts[1:], parts[0]) if parts else None, None
         if kept:
             head, of_logits, rows = ctx.again
-            nothing = kept[0].new_zeros(len(kept[0]), dtype=wide(kept[0].dtype))
-            grads = torch.stack([nothing if g is None else g for g in grads], 1)
+            last = max(n for n, g in enumerate(grads) if g is not None)  # the values after it need no logits
+            nothing = torch.zeros_like(grads[last])
+            grads = torch.stack([nothing if g is None else g for g in grads[: last + 1]], 1)
             with whole(head.weight, *getattr(of_logits, "reads", ())):
                 of_bias = sum(_bias_slope(head, h, of_logits, rest, g) for g, h, *rest in
                               zip(*(x.split(rows) for x in (grads, *kept[:-1])), strict=True))  # fmt: skip
@@ -280,9 +284,12 @@ def _chunk(
 
 def _bias_slope(head: Head, hidden: Tensor, of_logits: RowFunction, rest: list[Tensor], weights: Tensor) -> Tensor:
     """The gradient of a sum of values with weights [n, values] in the token bias [V]."""
-    found = enumerate(of_logits(head(hidden), True, rest))
-    parts = [grad.mul_(weights[:, n : n + 1]).sum(0) for n, (_, grad) in found if grad is not None]
-    return sum(parts[1:], parts[0]) / head.temperature
+    total, found = 0.0, of_logits(head(hidden), True, rest)
+    for weight in weights.split(1, 1):
+        _, grad = next(found)
+        total = total if grad is None else total + grad.mul_(weight).sum(0)
+        del grad  # before the next one is computed
+    return total / head.temperature
 
 
 def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor) -> Tensor:
@@ -324,7 +331,7 @@ def token_logps(
     Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v. The logits of ``forbidden``
     token ids, which could not be sampled, are -inf in the rows [N] where ``where`` is True.
     """
-    return row_values(head, hidden, _logp_of(forbidden), ids.unsqueeze(1), *_given(where))[0]
+    return row_values(head, hidden, _logp_of(forbidden), ids.unsqueeze(1), where)[0]
 
 
 def token_scores(
@@ -336,7 +343,7 @@ def token_scores(
     All from one product with the policy's head. KL and entropy are of all tokens; the entropy has no gradient, and KL
     has one, for one more product, if it is asked for.
     """
-    logp_of, others = _logp_of(forbidden), (ids.unsqueeze(1), *_given(where))
+    logp_of, others = _logp_of(forbidden), (ids.unsqueeze(1), where)
     if reference is None:
         return row_values(head, hidden, logp_of, *others, entropy=True)
     kl_from, ref_hidden = _kl_from(reference[0]), reference[1].detach()
@@ -365,10 +372,6 @@ def _logp_of(forbidden: tuple[int, ...]) -> RowFunction:
         yield value.squeeze(1), logp if needed else None
 
     return of_logits
-
-
-def _given(where: Tensor | None) -> list[Tensor]:
-    return [] if where is None else [where]
 
 
 def _forbid(logits: Tensor, forbidden: tuple[int, ...], where: Tensor | None = None) -> Tensor:
@@ -420,7 +423,7 @@ def expected_values(
 
     of_logits.reads = getattr(values, "reads", ())
     numbers = torch.arange(len(hidden), device=hidden.device)
-    return row_values(head, hidden, of_logits, numbers, *_given(where))[0]
+    return row_values(head, hidden, of_logits, numbers, where)[0]
 
 
 def embedding_values(weight: Tensor, scale: float, u: Tensor) -> Values:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.models import head
 from grade.models.batch import PromptBatch
+from grade.models.head import kl_and_entropy as row_kl_and_entropy
 from grade.models.head import kl_divergence, token_logps, token_scores
 from grade.models.policy import Policy
 from grade.models.sampling import early_rows, is_eos
@@ -80,8 +80,8 @@ def kl_and_entropy(backbone: Policy, hidden: Tensor, ref_hidden: Tensor, mask: T
     too.
     """
     rows, ref_rows = hidden.flatten(0, 1), ref_hidden.flatten(0, 1)
-    kl, entropy = head.kl_and_entropy(backbone.head, rows, backbone.ref_head, ref_rows)
-    return kl.view(mask.shape) * mask, entropy.view(mask.shape) * mask
+    scores = row_kl_and_entropy(backbone.head, rows, backbone.ref_head, ref_rows)
+    return tuple(values.view(mask.shape) * mask for values in scores)
 
 
 @torch.no_grad()
@@ -91,10 +91,3 @@ def sequence_kl(backbone: Policy, prompts: PromptBatch, ids: Tensor, mask: Tenso
     with backbone.reference():
         ref_hidden = predicting_hidden(backbone, prompts, ids)
     return token_kl(backbone, hidden, ref_hidden, mask)
-
-
-def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
-    """Score of each completion [B]: the mean of `self_certainty` [B, T] over its tokens, of which there must be one."""
-    if not mask.bool().any(-1).all():
-        raise ValueError(f"completions of {mask.sum(-1).tolist()} tokens: each needs at least one token")
-    return (values * mask).sum(-1) / mask.sum(-1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from grade.models.batch import PromptBatch
 from grade.models.head import self_certainty
 from grade.models.policy import Policy
-from grade.models.scoring import completion_certainty, predicting_hidden
+from grade.models.scoring import predicting_hidden
 from grade.rewards.base import Reward
 
 
@@ -24,4 +24,4 @@ class CertaintyReward(Reward):
         """Of completions [B, T], which have at least one token; see `Reward.score`."""
         hidden = predicting_hidden(policy, prompts, ids)
         values = self_certainty(policy.head, hidden.flatten(0, 1)).view(mask.shape)
-        return completion_certainty(values * mask, mask)
+        return (values * mask).sum(-1) / mask.sum(-1)

@@ -75,6 +75,8 @@ def test_probe_writes_a_report_and_names_a_state_that_does_not_fit(project, trai
     assert len(report["texts"]) == 6 and len({prompt for prompt, _ in report["texts"]}) == 2
     again = ProbeReport.of(report)
     assert again.as_dict() == {name: report[name] for name in again.as_dict()} and again.step is None
+    timings = json.loads((tmp_path / "timings_report.json").read_text())
+    assert timings["seconds/sampling"] > 0 and not {"environment", "seconds/sampling"} & {*report, *report["figures"]}
     assert report["figures"]["delta_h1_momentum"] != 0  # optimizer.pt beside the adapter was taken
     follow = ["--set", "follow=[train.yaml]"]
     assert main(["probe", *options, *follow]) == 0

@@ -1,5 +1,7 @@
 """Prompts: what is kept of a text or a row, and padding and masks of a batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import word_tokenizer
@@ -92,7 +94,8 @@ def test_examples_follow_every_way_to_pick_rows():
     assert twice.examples == (rows[0], rows[0], rows[1], rows[1], rows[2], rows[2])
     once, places = twice[[5, 0, 1, 4]].distinct()
     assert once.examples == (rows[2], rows[0]) and places == [0, 1, 1, 0]
-    assert batch.to("meta").examples == rows
+    assert batch.to("meta").examples == rows and twice.to("meta").sources == twice.sources == (0, 0, 1, 1, 2, 2)
+    assert replace(twice, ids=twice.ids.flip(0)).sources == tuple(range(6))  # other prompts
 
 
 def test_a_cut_prompt_is_shown_as_the_model_sees_it():

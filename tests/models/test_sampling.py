@@ -1,7 +1,6 @@
 """Sampling: exact samples of the policy, where a completion may end, and the cache."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
 from grade.models.base import KeysValues
+from grade.models.batch import PromptBatch
 from grade.models.noise import gumbel_noise
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
@@ -166,7 +166,7 @@ def test_a_prompt_with_several_completions_is_read_once(make, monkeypatch):
 
     monkeypatch.setattr(type(backbone), "decode", counted)
     prompts = make_prompts(3).repeat(2)[[5, 0, 2, 1, 3]]
-    apart = replace(prompts, sources=tuple(range(5)))
+    apart = PromptBatch(prompts.ids, prompts.mask)
     shared, alone = (generate(backbone, rows, 6, generator(), stop_early=False)[0] for rows in (prompts, apart))
     assert torch.equal(shared, alone) and shared.unique(dim=0).shape[0] == 5
     assert read == [3, *[5] * 5, 5, *[5] * 5]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_backbone, make_prompts
 
-from grade.models.scoring import completion_certainty, completion_logps
+from grade.models.scoring import completion_logps
 
 
 def completions(batch=3, new=4):
@@ -31,11 +31,3 @@ def test_scores_are_those_of_the_distribution_that_predicts_the_token():
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), parameters, retain_graph=True) for x in (got, want)))
     with pytest.raises(ValueError, match="completions"):
         completion_logps(backbone, prompts, ids[:2], mask[:2])
-
-
-def test_a_completion_scores_its_own_tokens():
-    values = torch.tensor([[1.0, 3.0, 100.0], [2.0, 100.0, 100.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert completion_certainty(values, mask).tolist() == [2.0, 2.0]
-    with pytest.raises(ValueError, match="at least one token"):
-        completion_certainty(values, torch.zeros_like(mask))

@@ -196,7 +196,7 @@ def _examine(kind, dtype):
     ids = torch.randint(3, 64, (2, 7), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    prompts = PromptBatch(ids, mask)
+    prompts = PromptBatch(ids, mask)[[1, 0, 1]]  # of three completions two share a prompt
     completions, _ = generate(backbone, prompts, 6, generator, stop_early=False)
     want = _oracle(backbone, prompts, completions)
     passed = completion_logps(backbone, prompts, completions, completions**0).detach()
