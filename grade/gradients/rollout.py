@@ -2,8 +2,7 @@
 
 `sample` draws relaxed completions and keeps what is needed to replay them: the hard tokens, the support and its noise,
 each [B, T, K] or smaller ([B, T, M, K] with `gumbel_rao`, [B, T, 1] with `st`, whose backward pass reads neither). The
-policy's logits [B, V] exist for one position at a time. Ordinary samples,
-for evaluation, come from `grade.models.sampling.generate`.
+policy's logits [B, V] exist for one position at a time. Ordinary samples come from `grade.models.sampling.generate`.
 
 A completion ends with a hard end-of-sequence token, which still counts. Later positions are masked; draws there affect
 no result. The loop always runs the full T steps.

@@ -256,8 +256,7 @@ class Backbone(FrozenBase):
         For sampling, where each step has few rows and the adapter's small products take as much time as the base's.
         Meanwhile the adapted weights exist twice; the originals are put back unchanged. A half-precision base is not
         merged: rounding ``W + B A`` to 8 bits would lose the adapter. Nor is a divided one, whose weights are gathered
-        anew for every token; embedding table and head stay gathered within. PEFT's layers are out of the model, so this
-        is for passes and decoding alone: there is no reference within.
+        anew for every token; embedding table and head stay gathered within. There is no reference within.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.phase("rollout"))

@@ -27,11 +27,10 @@ def _selected(part: Any, rows: slice | Sequence[int] | Tensor) -> Any:
 
 def _numbers(rows: slice | Sequence[int] | Tensor, length: int) -> list[int]:
     """The numbers of the selected rows; without tensors, which have no data in a trace."""
-    every = range(length)
     if isinstance(rows, slice):
-        return list(every[rows])
+        return list(range(length)[rows])
     picks = rows.tolist() if hasattr(rows, "tolist") else list(rows)
-    return list(compress(every, picks)) if picks and isinstance(picks[0], bool) else picks
+    return list(compress(range(length), picks)) if picks and isinstance(picks[0], bool) else picks
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,6 @@ class PromptBatch(Rows):
 
     def distinct(self) -> tuple[PromptBatch, list[int]]:
         """One copy of each prompt, and the number of its copy there for each row."""
-        if len(set(self.sources)) == len(self):
-            return self, list(range(len(self)))
         place = {source: number for number, source in enumerate(dict.fromkeys(self.sources))}
         return self[[self.sources.index(source) for source in place]], [place[source] for source in self.sources]
 

@@ -8,9 +8,11 @@ is ever formed; the only vector of size V with a gradient is the token bias, whe
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +38,8 @@ BLOCK_TOKENS = 1024
 GATHER_ELEMENTS = 2**24
 """Elements of gathered head rows [n, K, D] that exist at once in `support_logits`."""
 
-RowFunction = Callable[..., Iterator[tuple[Tensor, Tensor | None]]]
-"""From logits [n, V] to one or more numbers per row, each with its gradient in the logits; see `row_values`."""
+RowFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""From logits [n, V] to one number per row and its gradient in the logits; see `row_values`."""
 
 
 def chunk_rows(vocab: int, count: int) -> int:
@@ -209,9 +211,7 @@ def _products(table: Tensor, ids: Tensor, vectors: Tensor) -> Tensor:
     return torch.bmm(table[ids], vectors.unsqueeze(-1)).squeeze(-1)  # [n, K, D] x [n, D, 1]
 
 
-def row_values(
-    head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor | None, entropy: bool = False
-) -> tuple[Tensor, ...]:
+def row_values(head: Head, hidden: Tensor, functions: Sequence[RowFunction], *others: Tensor | None) -> tuple:
     """Numbers of each row of logits, from hidden states; `chunk_rows` rows of logits exist at once.
 
     Differentiable in ``hidden``. As they are single numbers, their gradients [N, D] are computed in the forward pass,
@@ -219,35 +219,32 @@ def row_values(
     is kept. Without gradient nothing is kept at all. If the head's token bias requires a gradient, which is a sum over
     rows, their logits are computed again in backward, and what makes them is kept.
 
-    ``of_logits`` is called with logits [n, V], whether gradients are needed, and the same rows [n, ...] of ``others``,
-    which are constants with N rows (None is left out). It yields values [n], each with its gradient in the logits
-    [n, V], or with None if it has none or none is needed, and may overwrite the logits. Other tables that it reads, its
-    attribute ``reads``, are gathered once for all rows if they are in parts. The values, [N] each, are float32 (float64
-    for a float64 model). With ``entropy`` the last are the rows' `entropy_of_logits`, without gradient.
+    Each function is called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``,
+    which are constants with N rows (None is left out). It returns values [n] and their gradient in the logits [n, V],
+    or None if they have none or none is needed; the last function may overwrite the logits. Other tables that one
+    reads, its attribute ``reads``, are gathered once for all rows if they are in parts. The values, [N] of each
+    function, are float32 (float64 for a float64 model).
     """
-    with whole(head.weight, *getattr(of_logits, "reads", ())):
-        given = (rows for rows in others if rows is not None)
-        values = _RowValues.apply(hidden, head.token_bias, head, of_logits, entropy, *given)
-    return (*values[:-1], values[-1].detach()) if entropy else values
+    given = (rows for rows in others if rows is not None)
+    with whole(head.weight, *(table for each in functions for table in getattr(each, "reads", ()))):
+        return _RowValues.apply(hidden, head.token_bias, head, functions, *given)
 
 
 class _RowValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, token_bias: Tensor | None, head: Head, of_logits: RowFunction, entropy: bool,
-        *others: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx, hidden: Tensor, token_bias: Tensor | None, head: Head, functions: Sequence[RowFunction], *others: Tensor
+    ) -> tuple[Tensor, ...]:
         needed, trained, *_ = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
         rows, chunks = chunk_rows(len(head.weight), len(hidden)), []
         for h, *rest in zip(*(x.split(rows) for x in (hidden, *others)), strict=True):
-            chunks.append(_chunk(head, h, of_logits, needed, rest, entropy))
+            chunks.append(_chunk(head, h, functions, needed, rest))
         columns = [zip(*column, strict=True) for column in zip(*chunks, strict=True)]
         values, slopes = zip(*((torch.cat(v), None if s[0] is None else torch.cat(s)) for v, s in columns), strict=True)
         if trained:
-            ctx.again = head, of_logits, rows
-        # The bias only for autograd's check that it has not changed.
-        ctx.save_for_backward(*slopes, *([hidden, *others, token_bias] if trained else []))
+            ctx.again = head, functions, rows
+        ctx.save_for_backward(*slopes, *([hidden, *others, token_bias] if trained else []))  # autograd checks the bias
         return values
 
     @staticmethod
@@ -259,37 +256,43 @@ class _RowValues(torch.autograd.Function):
                  for g, slope in zip(grads, slopes, strict=True) if g is not None and slope is not None]  # fmt: skip
         of_hidden, of_bias = sum(parts[1:], parts[0]) if parts else None, None
         if kept:
-            head, of_logits, rows = ctx.again
-            last = max(n for n, g in enumerate(grads) if g is not None)  # the values after it need no logits
-            nothing = torch.zeros_like(grads[last])
-            grads = torch.stack([nothing if g is None else g for g in grads[: last + 1]], 1)
-            with whole(head.weight, *getattr(of_logits, "reads", ())):
-                of_bias = sum(_bias_slope(head, h, of_logits, rest, g) for g, h, *rest in
-                              zip(*(x.split(rows) for x in (grads, *kept[:-1])), strict=True))  # fmt: skip
+            head, functions, rows = ctx.again
+            functions = [each for each, g in zip(functions, grads, strict=True) if g is not None]
+            inputs = torch.stack([g for g in grads if g is not None], 1), *kept[:-1]
+            with whole(head.weight, *(table for each in functions for table in getattr(each, "reads", ()))):
+                chunks = zip(*(x.split(rows) for x in inputs), strict=True)
+                of_bias = sum(_bias_slope(head, h, functions, rest, g) for g, h, *rest in chunks)
         return of_hidden, of_bias, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 def _chunk(
-    head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, rest: list[Tensor], entropy: bool
+    head: Head, hidden: Tensor, functions: Sequence[RowFunction], needed: bool, rest: list[Tensor]
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Values [n], their gradients in the hidden states [n, D]; a function of its own, so that every [n, V] is freed."""
     logits = [head(hidden)]
-    entropies = [(entropy_of_logits(logits[0]), None)] if entropy else []
     inner, found = head.slope(logits[0]) if needed else 1.0, []
-    for value, grad in of_logits(logits.pop(), needed, rest):  # popped: the callee alone holds them, to drop
+    for value, grad in _each(functions, logits, needed, rest):
         found.append((value, None if grad is None else grad.mul_(inner).to(hidden.dtype) @ head.weight))
         del grad
-    return found + entropies
+    return found
 
 
-def _bias_slope(head: Head, hidden: Tensor, of_logits: RowFunction, rest: list[Tensor], weights: Tensor) -> Tensor:
-    """The gradient of a sum of values with weights [n, values] in the token bias [V]."""
-    total, found = 0.0, of_logits(head(hidden), True, rest)
-    for weight in weights.split(1, 1):
+def _bias_slope(head: Head, hidden: Tensor, functions: Sequence[RowFunction], rest: list[Tensor], g: Tensor) -> Tensor:
+    """The gradient of a sum of values with weights g [n, functions] in the token bias [V]."""
+    total, found = 0.0, _each(functions, [head(hidden)], True, rest)
+    for weight in g.split(1, 1):
         _, grad = next(found)
         total = total if grad is None else total + grad.mul_(weight).sum(0)
-        del grad  # before the next one is computed
+        del grad  # before the next one is made
     return total / head.temperature
+
+
+def _each(
+    functions: Sequence[RowFunction], logits: list[Tensor], needed: bool, rest: list[Tensor]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """What each function gives, one after the other; the last alone holds the logits, to drop."""
+    for left, function in zip(reversed(range(len(functions))), functions, strict=True):
+        yield function(logits[0] if left else logits.pop(), needed, rest)
 
 
 def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor) -> Tensor:
@@ -301,16 +304,17 @@ def kl_divergence(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor
     terms are all >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then
     enters at second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
     """
-    return row_values(head, hidden, _kl_from(ref_head), ref_hidden.detach())[0]
+    return row_values(head, hidden, [_kl_from(ref_head)], ref_hidden.detach())[0]
 
 
 def kl_and_entropy(head: Head, hidden: Tensor, ref_head: Head, ref_hidden: Tensor) -> tuple[Tensor, Tensor]:
     """`kl_divergence`, and the policy's entropy in nats, without gradient."""
-    return row_values(head, hidden, _kl_from(ref_head), ref_hidden.detach(), entropy=True)
+    entropy, kl = row_values(head, hidden, [entropy_function, _kl_from(ref_head)], ref_hidden.detach())
+    return kl, entropy.detach()
 
 
-def _kl_from(ref_head: Head) -> RowFunction:
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _kl_from(ref_head: Head, gradient: bool = True) -> RowFunction:
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         logp = logits.log_softmax(-1)
         del logits
         ref_logp = ref_head(others[-1]).log_softmax(-1)
@@ -318,7 +322,7 @@ def _kl_from(ref_head: Head) -> RowFunction:
         p = logp.exp_()
         # In place, and in this order: q - p is exact where they are close, p (log p - log q) is small there.
         kl = ref_logp.exp_().sub_(p).addcmul_(p, diff).sum(-1)
-        yield kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed else None
+        return kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed and gradient else None
 
     return of_logits
 
@@ -331,7 +335,7 @@ def token_logps(
     Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v. The logits of ``forbidden``
     token ids, which could not be sampled, are -inf in the rows [N] where ``where`` is True.
     """
-    return row_values(head, hidden, _logp_of(forbidden), ids.unsqueeze(1), where)[0]
+    return row_values(head, hidden, [_logp_of(forbidden if where is not None else ())], ids.unsqueeze(1), where)[0]
 
 
 def token_scores(
@@ -343,43 +347,42 @@ def token_scores(
     All from one product with the policy's head. KL and entropy are of all tokens; the entropy has no gradient, and KL
     has one, for one more product, if it is asked for.
     """
-    logp_of, others = _logp_of(forbidden), (ids.unsqueeze(1), where)
+    functions = [entropy_function, _logp_of(forbidden if where is not None else ())]
     if reference is None:
-        return row_values(head, hidden, logp_of, *others, entropy=True)
-    kl_from, ref_hidden = _kl_from(reference[0]), reference[1].detach()
-
-    def of_logits(logits: Tensor, needed: bool, rest: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        held = [logits]
-        del logits
-        allowed = held[0][:, list(forbidden)] if len(rest) > 2 else None
-        yield from logp_of(held[0], needed, rest[:-1])
-        if allowed is not None:
-            held[0][:, list(forbidden)] = allowed
-        yield from kl_from(held.pop(), needed and kl_gradient, rest)
-
-    logps, kl, entropies = row_values(head, hidden, of_logits, *others, ref_hidden, entropy=True)
-    return logps, kl if kl_gradient else kl.detach(), entropies
+        entropy, logps = row_values(head, hidden, functions, ids.unsqueeze(1), where)
+        return logps, entropy.detach()
+    functions.append(_kl_from(reference[0], kl_gradient))
+    entropy, logps, kl = row_values(head, hidden, functions, ids.unsqueeze(1), where, reference[1].detach())
+    return logps, kl if kl_gradient else kl.detach(), entropy.detach()
 
 
 def _logp_of(forbidden: tuple[int, ...]) -> RowFunction:
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        token, *where = others
-        logp = _forbid(logits, forbidden, *where).log_softmax(-1)
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        with _without(logits, forbidden, others):
+            logp = logits.log_softmax(-1)
         del logits
-        value = logp.gather(1, token)
+        value = logp.gather(1, others[0])
         if needed:
-            logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
-        yield value.squeeze(1), logp if needed else None
+            logp.exp_().neg_().scatter_add_(1, others[0], torch.ones_like(value))
+        return value.squeeze(1), logp if needed else None
 
     return of_logits
 
 
-def _forbid(logits: Tensor, forbidden: tuple[int, ...], where: Tensor | None = None) -> Tensor:
-    """Logits [n, V], in place -inf at the forbidden ids in the rows [n] where ``where`` is True."""
-    if where is not None and forbidden:
-        columns = torch.tensor(forbidden, device=logits.device)
-        logits[:, columns] = logits[:, columns].masked_fill(where.unsqueeze(1), float("-inf"))
-    return logits
+@contextlib.contextmanager
+def _without(logits: Tensor, forbidden: tuple[int, ...], others: list[Tensor]) -> Iterator[None]:
+    """Within this context logits [n, V] of forbidden ids are -inf, in the rows [n] that the second of others says."""
+    columns = list(forbidden)
+    before = logits[:, columns]
+    if columns:
+        logits[:, columns] = before.masked_fill(others[1].unsqueeze(1), float("-inf"))
+    yield
+    logits[:, columns] = before
+
+
+def entropy_function(logits: Tensor, *_: Any) -> tuple[Tensor, None]:
+    """Entropies without gradient, for `row_values`."""
+    return entropy_of_logits(logits), None
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
@@ -412,18 +415,19 @@ def expected_values(
     are called with row numbers [n] (int64) and give s without gradient: constants, in any unit, finite for forbidden
     tokens too.
     """
+    banned = forbidden if where is not None else ()
 
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        numbers, *where = others
-        p = _forbid(logits, forbidden, *where).softmax(-1)
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        with _without(logits, banned, others):
+            p = logits.softmax(-1)
         del logits
-        s = values(numbers).to(p.dtype)
+        s = values(others[0]).to(p.dtype)
         value = (p * s).sum(-1)
-        yield value, p.mul_(s - value.unsqueeze(-1)) if needed else None
+        return value, p.mul_(s - value.unsqueeze(-1)) if needed else None
 
     of_logits.reads = getattr(values, "reads", ())
     numbers = torch.arange(len(hidden), device=hidden.device)
-    return row_values(head, hidden, of_logits, numbers, where)[0]
+    return row_values(head, hidden, [of_logits], numbers, where)[0]
 
 
 def embedding_values(weight: Tensor, scale: float, u: Tensor) -> Values:
@@ -455,10 +459,10 @@ def self_certainty(head: Head, hidden: Tensor) -> Tensor:
     a different quantity.
     """
 
-    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        yield certainty_of_logits(logits), logits.softmax(-1).sub_(1 / logits.shape[-1]) if needed else None
+    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        return certainty_of_logits(logits), logits.softmax(-1).sub_(1 / logits.shape[-1]) if needed else None
 
-    return row_values(head, hidden, of_logits)[0]
+    return row_values(head, hidden, [of_logits])[0]
 
 
 def certainty_of_logits(logits: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ from grade.models.backbone import Backbone, load_pretrained
 from grade.models.base import FrozenBase
 from grade.models.batch import Completions
 from grade.models.compatibility import probe
-from grade.models.head import Head, row_values, wide
+from grade.models.head import Head, entropy_function, row_values, wide
 from grade.models.parameters import share_equal, trained_parameters
 from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.scoring import predicting_hidden, token_kl
@@ -203,7 +203,7 @@ def jensen_shannon(
     """
     shared, columns = min(len(head.weight), len(teacher.weight)), list(ends)
 
-    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         missing, logits = logits.shape[1] - shared, logits[:, :shared]
         taught = teacher(others[0])[:, :shared].to(logits.dtype)
         if columns:
@@ -212,10 +212,11 @@ def jensen_shannon(
         value, grad = _divergence(logits.log_softmax(-1), taught.log_softmax(-1), beta, logits, taught)
         if columns:
             grad[:, columns] = grad[:, columns[:1]] * shares
-        yield value, F.pad(grad, (0, missing)) if needed else None
+        return value, F.pad(grad, (0, missing)) if needed else None
 
     of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
-    return row_values(head, hidden, of_logits, teacher_hidden.detach(), entropy=True)
+    entropy, divergence = row_values(head, hidden, [entropy_function, of_logits], teacher_hidden.detach())
+    return divergence, entropy.detach()
 
 
 def _merge(logits: Tensor, columns: list[int]) -> Tensor:
