@@ -72,7 +72,7 @@ def sample(backbone: Policy, prompts: PromptBatch, config: RelaxationConfig, gen
             rows.append((token, alive, support, noise, e))
             alive = alive & ~is_eos(token, eos)
             if step + 1 < config.max_new_tokens:
-                state.advance(e)
+                state.advance(e.unsqueeze(1))
         # Within: the phase of a traced step is the rollout's until here.
         ids, mask, *others = (torch.stack(values, 1) for values in zip(*rows, strict=True))
         return Rollout(prompts, ids, mask.long(), *others)

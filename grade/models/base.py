@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grade.models.head import EmbeddingTable, Head
@@ -30,11 +30,13 @@ class KeysValues(DynamicLayer):
     """A layer's keys and values [B, H, L, D], appended in place.
 
     transformers' own layer concatenates: each token copies all before it, which takes a sixth of the time of 1,024
-    tokens of SmolLM2. In place there is no gradient, and none is taken through a cache here.
+    tokens of SmolLM2. In place there is no gradient, so in grad mode it concatenates.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append those of new positions; all so far."""
+        if torch.is_grad_enabled():
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._room = [key_states[..., :0, :], value_states[..., :0, :]]
@@ -51,9 +53,8 @@ class KeysValues(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take these rows, also more of them than there were."""
-        if (length := self.get_seq_length()) > 0:
-            self._room = [room.index_select(0, beam_idx) for room in self._room]
-            self.keys, self.values = (room[..., :length, :] for room in self._room)
+        super().reorder_cache(beam_idx)
+        self._room = [self.keys, self.values]
 
 
 class _Cache(DynamicCache):
@@ -92,6 +93,7 @@ class FrozenBase(nn.Module):
         eos = model.config.eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
         self._watcher: Any = None  # such as `grade.memory.records.LiveTracker`
+        self._recomputed = False  # whether layers are, which then use no cache
 
     @property
     def head(self) -> Head:
@@ -175,6 +177,15 @@ class FrozenBase(nn.Module):
         """An empty key-value cache."""
         return _Cache(self.model.config, self._watcher)
 
+    @property
+    def continues(self) -> bool:
+        """Whether a pass may continue a cache with several positions, and gradients with it.
+
+        Where all that layers keep are keys and values. Other states know one new position only, or change in place.
+        """
+        kept = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
+        return not self._recomputed and kept <= {DynamicLayer, DynamicSlidingWindowLayer}
+
     @contextlib.contextmanager
     def watched_by(self, watcher: Any) -> Iterator[None]:
         """Within this context a watcher, if any, learns which phase runs and which weights and caches are created."""
@@ -209,9 +220,11 @@ class FrozenBase(nn.Module):
             layer.gradient_checkpointing = False  # within another: recomputed in backward, when this is off
         for layer in layers:
             layer.training = True
+        self._recomputed = True
         try:
             yield
         finally:
+            self._recomputed = False
             disable()
             for layer in layers:
                 layer.training = False

@@ -58,6 +58,10 @@ class Policy(Protocol):
     def new_cache(self) -> Any:
         """An empty key-value cache."""
 
+    @property
+    def continues(self) -> bool:
+        """Whether a pass may continue a cache with several positions, and gradients with it."""
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The trained parameters, in a fixed order."""
 

@@ -102,7 +102,7 @@ def generate(
             # A process whose completions have ended still takes part in the others' passes of a divided base.
             if step + 1 == max_new_tokens or not backbone.anywhere(going):
                 break
-            state.advance(backbone.embed(token))
+            state.advance(backbone.embed(token.unsqueeze(1)))
         return torch.stack(ids, 1), torch.stack(masks, 1).long()  # within: the phase of a traced step is the rollout's
 
 
@@ -122,7 +122,7 @@ def check_length(backbone: Policy, length: int) -> None:
 
 
 class Decoder:
-    """Decoding, one position at a time, on a key-value cache; a prompt with several completions is read once."""
+    """Decoding on a key-value cache; a prompt with several completions is read once."""
 
     def __init__(self, backbone: Policy, prompts: PromptBatch) -> None:
         self.backbone, self.mask, self.cache = backbone, prompts.mask, backbone.new_cache()
@@ -137,10 +137,12 @@ class Decoder:
         """Logits of the next token [B, V]."""
         return self.backbone.head(self.last)
 
-    def advance(self, embeds: Tensor) -> None:
-        """Append a token's embeddings [B, D]."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
-        self.last = self.backbone.decode(embeds.unsqueeze(1), self.mask, self.cache)[:, 0]
+    def advance(self, embeds: Tensor) -> Tensor:
+        """Append embeddings [B, n, D] of tokens; their hidden states [B, n, D]."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(embeds.shape[:2])], 1)
+        hidden = self.backbone.decode(embeds, self.mask, self.cache)
+        self.last = hidden[:, -1]
+        return hidden
 
 
 def draw(logits: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:

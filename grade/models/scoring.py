@@ -14,11 +14,17 @@ from grade.models.batch import PromptBatch
 from grade.models.head import kl_and_entropy as row_kl_and_entropy
 from grade.models.head import kl_divergence, token_logps, token_scores
 from grade.models.policy import Policy
-from grade.models.sampling import early_rows, is_eos
+from grade.models.sampling import Decoder, early_rows, is_eos
 
 
 def predicting_hidden(backbone: Policy, prompts: PromptBatch, ids: Tensor) -> Tensor:
-    """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
+    """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T].
+
+    A prompt with several completions is read once where the policy `continues` a cache.
+    """
+    if ids.shape[1] > 1 and len(set(prompts.sources)) < len(prompts) and backbone.continues:
+        state = Decoder(backbone, prompts)
+        return torch.cat([state.last.unsqueeze(1), state.advance(backbone.embed(ids[:, :-1]))], 1)
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
     mask = prompts.mask_with(ids.shape[1] - 1)
     return backbone.hidden(backbone.embed(inputs), mask)[:, prompts.ids.shape[1] - 1 :]

@@ -122,6 +122,7 @@ class ShardedBackbone(Backbone):
     """A backbone whose base is divided among all processes."""
 
     lockstep = True
+    continues = False  # the number of passes would depend on the completions' length
     group: dist.ProcessGroup
 
     def anywhere(self, flag: bool) -> bool:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts
+from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2
+from transformers import MistralConfig
 
-from grade.models.scoring import completion_logps
+from grade.models.batch import PromptBatch
+from grade.models.scoring import completion_logps, predicting_hidden
 
 
 def completions(batch=3, new=4):
@@ -31,3 +33,34 @@ def test_scores_are_those_of_the_distribution_that_predicts_the_token():
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), parameters, retain_graph=True) for x in (got, want)))
     with pytest.raises(ValueError, match="completions"):
         completion_logps(backbone, prompts, ids[:2], mask[:2])
+
+
+def mistral():
+    """Of layers that keep the keys and values of four positions."""
+    return MistralConfig(**tiny_config().to_dict() | dict(model_type="mistral", sliding_window=4))
+
+
+@pytest.mark.parametrize(("make", "new"), [(tiny_config, 4), (tiny_config, 1), (mistral, 6), (tiny_gpt2, 4)], ids=str)
+def test_a_prompt_with_several_completions_is_read_once(make, new, monkeypatch):
+    """With the states and the gradient of a pass for each; also of rows that are taken out of their order."""
+    backbone = make_backbone(make(), **dict(target_modules=["c_attn"]) if make is tiny_gpt2 else {})
+    read, outputs = [], type(backbone).outputs
+
+    def counted(self, embeds, *args, **options):
+        read.append(embeds.shape[:2].numel())
+        return outputs(self, embeds, *args, **options)
+
+    monkeypatch.setattr(type(backbone), "outputs", counted)
+    prompts = make_prompts(3).repeat(2)[[5, 0, 2, 1, 3]]
+    ids = torch.randint(3, VOCAB, (5, new), generator=torch.Generator().manual_seed(5))
+    weights = torch.randn(5, new, backbone.hidden_size, generator=torch.Generator().manual_seed(6)).double()
+    found = []
+    for rows, recomputed in ((prompts, False), (PromptBatch(prompts.ids, prompts.mask), False), (prompts, True)):
+        with backbone.checkpointed_layers(recomputed):
+            hidden = predicting_hidden(backbone, rows, ids)
+        gradient = torch.autograd.grad((hidden * weights).sum(), backbone.trainable_parameters())
+        found.append([hidden.detach(), *gradient])
+    for others in found[1:]:
+        torch.testing.assert_close(found[0], others, rtol=1e-10, atol=1e-10)
+    apart = [5 * (5 + new - 1)]
+    assert read == ([3 * 5, 5 * (new - 1)] if new > 1 else apart) + 2 * apart

@@ -2,7 +2,8 @@
 
 Tiny random models are refused or accepted; log-probabilities of an accepted one's samples, from the cache and from one
 pass, are then held against an oracle: transformers' model on ids, no cache, no padding, the prefix run again for every
-token. Weights are large and random, an adapter is on, sliding windows are four tokens long.
+token. Gradients with prompts that are read once are held against those with a prompt for each completion. Weights are
+large and random, an adapter is on, sliding windows are four tokens long.
 """
 
 import contextlib
@@ -174,7 +175,7 @@ def float64_throughout():
 
 
 def examine(kind):
-    """The largest error of the library's log-probabilities against the oracle's; None if the model is refused."""
+    """The largest error of log-probabilities against the oracle's, and of gradients; None if the model is refused."""
     MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]  # imports its module, outside the context
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         if kind in IN_FLOAT32:
@@ -199,8 +200,10 @@ def _examine(kind, dtype):
     prompts = PromptBatch(ids, mask)[[1, 0, 1]]  # of three completions two share a prompt
     completions, _ = generate(backbone, prompts, 6, generator, stop_early=False)
     want = _oracle(backbone, prompts, completions)
-    passed = completion_logps(backbone, prompts, completions, completions**0).detach()
-    return max(float((got - want).abs().max()) for got in (_decoded(backbone, prompts, completions), passed))
+    passed, *shared = _with_gradient(backbone, prompts, completions)
+    _, *apart = _with_gradient(backbone, PromptBatch(prompts.ids, prompts.mask), completions)
+    pairs = (_decoded(backbone, prompts, completions), want), (passed, want), *zip(shared, apart, strict=True)
+    return max(float((got - right).abs().max()) for got, right in pairs)
 
 
 def _targets(model):
@@ -221,6 +224,14 @@ def _oracle(backbone, prompts, ids):
     return logps
 
 
+def _with_gradient(backbone, prompts, ids):
+    """Log-probabilities [B, T] of one pass, and the gradient of a weighted sum of them in the adapter."""
+    logps = completion_logps(backbone, prompts, ids, ids**0)
+    total = (logps * torch.linspace(-1, 1, ids.numel(), dtype=logps.dtype).view(ids.shape)).sum()
+    gradient = torch.autograd.grad(total, backbone.trainable_parameters(), materialize_grads=True)
+    return logps.detach(), *gradient
+
+
 @torch.no_grad()
 def _decoded(backbone, prompts, ids):
     """Log-probabilities [B, T] as they are while sampling: merged adapter, cache, padded prompts."""
@@ -229,7 +240,7 @@ def _decoded(backbone, prompts, ids):
         state = Decoder(backbone, prompts)
         for token in ids.unbind(1):
             steps.append(state.logits().double().log_softmax(-1).gather(1, token[:, None])[:, 0])
-            state.advance(backbone.embed(token))
+            state.advance(backbone.embed(token[:, None]))
     return torch.stack(steps, 1)
 
 
