@@ -1,7 +1,9 @@
 """Tiny random models of several families; no downloads."""
 
+import contextlib
 import gc
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -82,6 +84,26 @@ def make_backbone(config=None, dtype=torch.float64, perturb=True, seed=0, **lora
     model = AutoModelForCausalLM.from_config(config or tiny_config(), dtype=dtype)
     backbone = Backbone(model, None, LoraSettings(r=2, alpha=4, **lora))
     return perturb_adapter(backbone) if perturb else backbone
+
+
+@contextlib.contextmanager
+def float64_throughout():
+    """Within this context float32 is another name of float64.
+
+    Most models compute norms, rotations, routers or states in float32 whatever their type. That is rounding, not a
+    mistake, but it would hide mistakes below 1e-7.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            patch.object(torch, "float32", torch.float64),
+            patch.object(torch, "float", torch.float64),
+            patch.object(torch.Tensor, "float", torch.Tensor.double),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def save_toy_base(folder):

@@ -257,12 +257,13 @@ def _few_passes(new_tokens: int) -> Iterator[None]:
     skipped = last_ones - AT_EACH_END - 1
     original = Decoder.advance
 
-    def advance(self: Decoder, embeds: Tensor) -> None:
+    def advance(self: Decoder, embeds: Tensor) -> Tensor | None:
         number = self.passes = getattr(self, "passes", 0) + 1
         watcher = self.backbone._watcher
-        if skipped < 1 or watcher is None or any(type(layer) is not KeysValues for layer in self.cache.layers):
-            original(self, embeds)
-        elif AT_EACH_END < number < last_ones:
+        given = skipped < 1 or embeds.shape[1] > 1  # tokens that are scored come all at once
+        if given or watcher is None or any(type(layer) is not KeysValues for layer in self.cache.layers):
+            return original(self, embeds)
+        if AT_EACH_END < number < last_ones:
             if number == last_ones - 1:
                 _grow(self, skipped)
         else:
@@ -273,6 +274,7 @@ def _few_passes(new_tokens: int) -> Iterator[None]:
                 self.flops = flops
             elif number == last_ones:
                 watcher.flops += skipped * (self.flops + flops) // 2
+        return None
 
     with patch.object(Decoder, "advance", advance):
         yield

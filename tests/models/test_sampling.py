@@ -141,6 +141,7 @@ def test_a_half_precision_base_is_not_merged():
         assert weight.data_ptr() == pointer
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(("parts", "rooms"), [((32, 1, 1, 1), 2), ((5, *[1] * 20), 16), ((1, 70, 2), 2)], ids=str)
 def test_keys_and_values_are_those_of_transformers_in_place(parts, rooms):
     """With a sixteenth to spare: 32 positions have room for 34; 5 to 15 for no more, 16 for 17, ..., 24 for 25."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2
+from conftest import VOCAB, float64_throughout, make_backbone, make_prompts, tiny_config, tiny_gpt2
 from transformers import MistralConfig
 
 from grade.models.batch import PromptBatch
@@ -43,7 +43,8 @@ def mistral():
 @pytest.mark.parametrize(("make", "new"), [(tiny_config, 4), (tiny_config, 1), (mistral, 6), (tiny_gpt2, 4)], ids=str)
 def test_a_prompt_with_several_completions_is_read_once(make, new, monkeypatch):
     """With the states and the gradient of a pass for each; also of rows that are taken out of their order."""
-    backbone = make_backbone(make(), **dict(target_modules=["c_attn"]) if make is tiny_gpt2 else {})
+    with float64_throughout():
+        backbone = make_backbone(make(), **dict(target_modules=["c_attn"]) if make is tiny_gpt2 else {})
     read, outputs = [], type(backbone).outputs
 
     def counted(self, embeds, *args, **options):
@@ -56,9 +57,10 @@ def test_a_prompt_with_several_completions_is_read_once(make, new, monkeypatch):
     weights = torch.randn(5, new, backbone.hidden_size, generator=torch.Generator().manual_seed(6)).double()
     found = []
     for rows, recomputed in ((prompts, False), (PromptBatch(prompts.ids, prompts.mask), False), (prompts, True)):
-        with backbone.checkpointed_layers(recomputed):
-            hidden = predicting_hidden(backbone, rows, ids)
-        gradient = torch.autograd.grad((hidden * weights).sum(), backbone.trainable_parameters())
+        with float64_throughout():
+            with backbone.checkpointed_layers(recomputed):
+                hidden = predicting_hidden(backbone, rows, ids)
+            gradient = torch.autograd.grad((hidden * weights).sum(), backbone.trainable_parameters())
         found.append([hidden.detach(), *gradient])
     for others in found[1:]:
         torch.testing.assert_close(found[0], others, rtol=1e-10, atol=1e-10)

@@ -6,15 +6,14 @@ token. Gradients with prompts that are read once are held against those with a p
 large and random, an adapter is on, sliding windows are four tokens long.
 """
 
-import contextlib
 import os
 import re
 import warnings
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import float64_throughout
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -152,26 +151,6 @@ def build(kind, dtype=torch.float64):
         for p in model.parameters():
             p.add_(0.2 * torch.randn(p.shape).to(p.dtype))
     return model
-
-
-@contextlib.contextmanager
-def float64_throughout():
-    """Within this context float32 is another name of float64.
-
-    Most models compute norms, rotations, routers or states in float32 whatever their type. That is rounding, not a
-    mistake, but it would hide mistakes below 1e-7.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with (
-            patch.object(torch, "float32", torch.float64),
-            patch.object(torch, "float", torch.float64),
-            patch.object(torch.Tensor, "float", torch.Tensor.double),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def examine(kind):
