@@ -32,11 +32,12 @@ from grade.entropy.samples import (
     two_batch,
 )
 from grade.entropy.update import UpdateVector, adamw_update, preconditioner
+from grade.entropy.vector import moved, split_vector
 from grade.errors import InputError
 from grade.gradients.methods import Rate
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
-from grade.models.parameters import moved, split_vector, trained_parameters
+from grade.models.parameters import trained_parameters
 from grade.models.prompts import PromptBatch, decode
 from grade.stats import Estimate
 

@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from grade.entropy.vector import split_vector
 from grade.errors import InputError
 from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
 from grade.models.batch import PromptBatch, Rows
 from grade.models.head import Head, token_scores
 from grade.models.noise import gumbel_noise
-from grade.models.parameters import flatten, split_vector, trained_parameters
+from grade.models.parameters import flatten, trained_parameters
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, predicting_hidden
 from grade.results import progress

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from grade.entropy.samples import Samples
+from grade.entropy.vector import moved
 from grade.models.backbone import Backbone
-from grade.models.parameters import flatten, moved, trained_parameters
+from grade.models.parameters import flatten, trained_parameters
 from grade.models.prompts import PromptBatch, padded
 from grade.models.scoring import predicting_hidden
 

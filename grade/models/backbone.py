@@ -174,10 +174,7 @@ class Backbone(FrozenBase):
         return other
 
     def anywhere(self, flag: bool) -> bool:
-        """Whether a flag is set on any process that takes part in this one's passes: here on this one.
-
-        For loops whose length depends on the data, where `lockstep`.
-        """
+        """Whether a flag is set on any process of a pass, here on this one: for loops whose length depends on data."""
         return flag
 
     @contextlib.contextmanager

@@ -179,10 +179,7 @@ class FrozenBase(nn.Module):
 
     @property
     def continues(self) -> bool:
-        """Whether a pass may continue a cache with several positions, and gradients with it.
-
-        Where all that layers keep are keys and values. Other states know one new position only, or change in place.
-        """
+        """As `Policy.continues`: what layers keep is keys and values; other states may change in place."""
         kept = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
         return not self._recomputed and kept <= {DynamicLayer, DynamicSlidingWindowLayer}
 

@@ -1,4 +1,4 @@
-"""What is trained, and on what: the parameters as one vector, a fingerprint of frozen weights.
+"""What is trained, and on what: parameters, and a fingerprint of frozen weights.
 
 The fingerprint says what an adapter or a reward was trained on, and is cheap for a model of any size. Names and shapes
 of all tensors are hashed, and of each tensor 64 elements at fixed places. A base may be loaded in another type than the
@@ -40,13 +40,6 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def split_vector(policy: nn.Module, vector: Tensor) -> list[Tensor]:
-    """A vector [P] in the order of `trained_parameters`, cut and shaped like each, in its type and on its device."""
-    parameters = trained_parameters(policy)
-    parts = vector.split([p.numel() for p in parameters])
-    return [part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)]
-
-
 @torch.no_grad()
 def set_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     """Overwrite parameters in place, one value for each."""
@@ -62,20 +55,6 @@ def restoring(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         set_values(parameters, before)
-
-
-@contextlib.contextmanager
-def moved(policy: nn.Module, vector: Tensor, eta: float) -> Iterator[None]:
-    """Within this context the parameters are ``theta + eta v``; afterwards they are theta again, bit by bit.
-
-    v [P] is in the order of `trained_parameters`.
-    """
-    parameters, parts = trained_parameters(policy), split_vector(policy, vector)
-    with restoring(parameters):
-        with torch.no_grad():
-            for p, part in zip(parameters, parts, strict=True):
-                p.add_(part, alpha=eta)
-        yield
 
 
 @torch.no_grad()

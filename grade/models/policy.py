@@ -60,7 +60,7 @@ class Policy(Protocol):
 
     @property
     def continues(self) -> bool:
-        """Whether a pass may continue a cache with several positions, and gradients with it."""
+        """Whether a pass of several positions may continue a cache, and its gradient reach what is cached."""
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The trained parameters, in a fixed order."""

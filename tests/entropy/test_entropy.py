@@ -24,6 +24,7 @@ from grade.entropy.samples import (
     u_statistic,
 )
 from grade.entropy.update import adamw_update
+from grade.entropy.vector import moved
 from grade.errors import InputError
 from grade.experiments.enumeration import (
     all_as_samples,
@@ -34,7 +35,7 @@ from grade.experiments.enumeration import (
     exact_gradient,
 )
 from grade.models import scoring
-from grade.models.parameters import moved, trained_parameters
+from grade.models.parameters import trained_parameters
 from grade.models.prompts import PromptBatch
 
 V, T = 5, 3

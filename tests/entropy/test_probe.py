@@ -9,9 +9,10 @@ from conftest import make_backbone, make_prompts, tiny_config
 
 from grade.entropy.probe import EntropyProbe, ProbeConfig
 from grade.entropy.samples import draw, scores_at
+from grade.entropy.vector import moved, split_vector
 from grade.errors import InputError
 from grade.experiments.enumeration import exact_change
-from grade.models.parameters import moved, split_vector, trained_parameters
+from grade.models.parameters import trained_parameters
 from grade.models.prompts import PromptBatch
 
 V, T = 5, 3
