@@ -347,13 +347,12 @@ def token_scores(
     All from one product with the policy's head. KL and entropy are of all tokens; the entropy has no gradient, and KL
     has one, for one more product, if it is asked for.
     """
-    functions = [entropy_function, _logp_of(forbidden if where is not None else ())]
-    if reference is None:
-        entropy, logps = row_values(head, hidden, functions, ids.unsqueeze(1), where)
-        return logps, entropy.detach()
-    functions.append(_kl_from(reference[0], kl_gradient))
-    entropy, logps, kl = row_values(head, hidden, functions, ids.unsqueeze(1), where, reference[1].detach())
-    return logps, kl if kl_gradient else kl.detach(), entropy.detach()
+    functions, others = [entropy_function, _logp_of(forbidden if where is not None else ())], [ids.unsqueeze(1), where]
+    if reference is not None:
+        functions.append(_kl_from(reference[0], kl_gradient))
+        others.append(reference[1].detach())
+    entropy, logps, *kl = row_values(head, hidden, functions, *others)
+    return logps, *(each if kl_gradient else each.detach() for each in kl), entropy.detach()
 
 
 def _logp_of(forbidden: tuple[int, ...]) -> RowFunction:

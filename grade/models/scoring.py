@@ -20,9 +20,12 @@ from grade.models.sampling import Decoder, early_rows, is_eos
 def predicting_hidden(backbone: Policy, prompts: PromptBatch, ids: Tensor) -> Tensor:
     """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T].
 
-    A prompt with several completions is read once where the policy `continues` a cache.
+    A prompt with several completions is read once where the policy `continues` a cache, and where that pays: a layer
+    has some 12 D D products less for each of P tokens, and T T D more, of attention to later tokens.
     """
-    if ids.shape[1] > 1 and len(set(prompts.sources)) < len(prompts) and backbone.continues:
+    few = len(set(prompts.sources)) < len(prompts)
+    pays = 1 < ids.shape[1] < (8 * prompts.ids.shape[1] * backbone.embedding_weight.shape[1]) ** 0.5
+    if few and pays and backbone.continues:
         state = Decoder(backbone, prompts)
         return torch.cat([state.last.unsqueeze(1), state.advance(backbone.embed(ids[:, :-1]))], 1)
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
