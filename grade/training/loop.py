@@ -369,8 +369,9 @@ class GradeTrainer:
 
     # ---- log, evaluation, checkpoints ----
     def _log_evaluate_save(self) -> None:
-        last, control = self.state.global_step >= self.config.max_steps, self.control
-        control.should_evaluate = control.should_evaluate or (last and self.config.eval_on_start)
+        control = self.control
+        last = control.should_training_stop or self.state.global_step >= self.config.max_steps
+        control.should_evaluate |= last and self.config.eval_on_start
         # An evaluation has the step's samples and seconds beside it; after a checkpoint a new row begins.
         if control.should_log or last or control.should_evaluate or control.should_save:
             self._log_step()
@@ -420,12 +421,10 @@ class GradeTrainer:
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Sample held-out prompts and score them: ``eval_reward``, ``eval_kl``, ..., with standard error and n.
 
-        ``eval_loss`` is the negative objective. The rows are ``self.eval_dataset``, one of its sets by name, or other
-        rows with a prompt.
+        ``eval_loss`` is the negative objective. Rows are those of ``self.eval_dataset``, of one of its sets, or others.
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(rows, str):
-            rows = self.eval_dataset[rows]
+        rows = self.eval_dataset[rows] if isinstance(rows, str) else rows
         if isinstance(rows, dict):
             metrics = {}
             for name, part in rows.items():
@@ -437,17 +436,18 @@ class GradeTrainer:
             checked_rows(rows, "eval_dataset", self.backbone, self.config)
         config, step = self.config, self.state.global_step
         self.rewards.trainer_state = self.state
-        ends = step in (0, config.max_steps)
-        n = min((config.final_eval_prompts if ends else config.eval_prompts) or len(rows), len(rows))
+        most = config.final_eval_prompts if step in (0, config.max_steps) else config.eval_prompts
+        n, of_run = min(most or len(rows), len(rows)), eval_dataset is None and metric_key_prefix == "eval"
         evaluation = evaluate(
             self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,
             max_new_tokens=config.max_completion_length, min_new_tokens=config.min_completion_length,
             scope=config.reward_scope, batch_size=config.per_device_eval_batch_size, kl_prompts=config.kl_eval_prompts,
             encode=self.encode, rank=config.process_index, processes=config.world_size,
         )  # fmt: skip
-        if metric_key_prefix == "eval":
+        if of_run:
             self.evaluations[step] = evaluation
-        self.write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
+        if of_run or metric_key_prefix != "eval":  # other rows do not take the place of these, which are read again
+            self.write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(config.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         self.log(dict(metrics))

@@ -274,6 +274,28 @@ def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
     assert metrics["eval_a_kl"] == 0
 
 
+def test_an_evaluation_of_other_rows_takes_no_place_of_the_runs(base, tmp_path):
+    made = trainer(base, tmp_path, held_out=PROMPTS, eval_on_start=True)
+    made.train()
+    end, table = made.evaluations[2], tmp_path / "completions" / "eval_00002.parquet"
+    assert made.evaluate(PROMPTS.select(range(3)))["eval_reward_n"] == 3
+    assert made.evaluations[2] is end and len(pd.read_parquet(table)) == 10
+    made.evaluate(PROMPTS.select(range(3)), "test")
+    assert len(pd.read_parquet(table.with_name("test_00002.parquet"))) == 3
+
+
+def test_a_run_that_a_callback_ends_logs_and_evaluates_its_last_step(base, tmp_path):
+    class Enough(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 3
+
+    options = dict(max_steps=6, logging_steps=5, held_out=PROMPTS, eval_on_start=True, callbacks=[Enough()])
+    made = trainer(base, tmp_path, **options)
+    made.train()
+    assert [row["num_samples"] for row in made.state.log_history if "loss" in row] == [3 * 8]
+    assert list(made.evaluations) == [0, 3]
+
+
 def test_temperature_changes_the_policy_everywhere(base, tmp_path):
     """Sampling, log-probabilities and KL are of softmax(l / T): at the first step the clipped ratio is exactly 1."""
     made = trainer(base, tmp_path, method="grpo", passes_per_step=2, temperature=0.5, max_steps=1, save_strategy="no")
