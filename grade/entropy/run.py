@@ -19,9 +19,10 @@ from grade.errors import InputError
 from grade.gradients.methods import Rate
 from grade.gradients.objective import Objective
 from grade.memory.settings import Device, require_device
-from grade.models.adapter import ADAPTER_FILES, LoraSettings
+from grade.models.adapter import ADAPTER_WEIGHTS, LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_examples, encode_prompts
+from grade.models.token_bias import BIAS_FILE
 from grade.rewards.functions import FunctionReward
 from grade.rewards.model import RewardModel, load_reward
 from grade.training.checkpoint import OPTIMIZER_FILE
@@ -124,9 +125,10 @@ def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path |
 
 
 def asked_of(config: ProbeRunConfig, folder: str | Path | None, state: str | Path | None = None) -> dict[str, Any]:
-    """What a report is of, as plain values: the settings, and the adapter by a hash of its weights."""
-    weights = folder and (Path(folder) / ADAPTER_FILES[0]).read_bytes()
-    digest = hashlib.sha256(weights).hexdigest() if weights else None
+    """What a report is of, as plain values: the settings, and the adapter by a hash of its weights and token bias."""
+    files = [Path(folder) / name for name in (ADAPTER_WEIGHTS, BIAS_FILE)] if folder else []
+    weights = b"".join(file.read_bytes() for file in files if file.is_file())
+    digest = hashlib.sha256(weights).hexdigest() if folder else None
     return {"config": config.model_dump(mode="json"), "adapter_sha256": digest, "optimizer_state": state and str(state)}
 
 

@@ -37,7 +37,7 @@ from grade.models.parameters import fingerprint, restoring, same_base
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = ("adapter_config.json", "adapter_model.safetensors")
 BASE_FILE = "base_fingerprint.json"
 _UNCHANGED = (True, False, "gaussian", "orthogonal", "eva")
 """``init_lora_weights`` values that leave the base as it is."""
@@ -121,7 +121,7 @@ def _without_old_names() -> Iterator[None]:
 
 def has_lora(folder: str | Path) -> bool:
     """Whether a folder holds a saved adapter of layers."""
-    return (Path(folder) / ADAPTER_FILES[0]).is_file()
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
 def restore_adapter(model: PeftModel, folder: str | Path) -> None:
@@ -137,7 +137,7 @@ def saved_values(model: PeftModel, folder: str | Path) -> list[Tensor]:
     _require_lora(folder)
     check_base(model.get_base_model(), folder)
     _check_tensors(model, folder)
-    saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
+    saved, mark = load_file(Path(folder) / ADAPTER_WEIGHTS), f".{model.active_adapter}"
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [saved[name.replace(mark, "")].to(p) for name, p in named]
 
@@ -205,7 +205,7 @@ def _prepare(config: PeftConfig) -> None:
 
 
 def _require_lora(folder: str | Path) -> None:
-    if not (Path(folder) / ADAPTER_FILES[1]).is_file():
+    if not (Path(folder) / ADAPTER_WEIGHTS).is_file():
         raise InputError("adapter", str(folder), f"a folder with {' and '.join(ADAPTER_FILES)}")
 
 
@@ -225,7 +225,7 @@ def _check_tensors(model: PeftModel, folder: str | Path) -> None:
         if getattr(there, name) != getattr(here, name):
             raise InputError(f"adapter: {name}", getattr(there, name), f"{getattr(here, name)}, as the policy's")
     own = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
-    saved = load_file(Path(folder) / ADAPTER_FILES[1])
+    saved = load_file(Path(folder) / ADAPTER_WEIGHTS)
     for name in sorted(saved.keys() | own.keys()):
         here, there = (list(tensors[name].shape) if name in tensors else "nothing" for tensors in (own, saved))
         if here != there:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grade.errors import InputError
 from grade.files import read_json, write_json
-from grade.models.adapter import ADAPTER_FILES, check_base, has_lora, load_adapter
+from grade.models.adapter import ADAPTER_CONFIG, check_base, has_lora, load_adapter
 from grade.models.backbone import DTYPES
 from grade.models.base import head_of
 from grade.models.token_bias import BIAS_FILE, saved_bias
@@ -53,9 +53,9 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> _
     if adapter is None:
         raise InputError("RUN", str(source), "the folder of a finished run, of an adapter or of a checkpoint")
     lora = has_lora(adapter)
-    base = read_json(adapter / ADAPTER_FILES[0])["base_model_name_or_path"] if lora else saved_bias(adapter)[1]
+    base = read_json(adapter / ADAPTER_CONFIG)["base_model_name_or_path"] if lora else saved_bias(adapter)[1]
     if not base:
-        file = ADAPTER_FILES[0] if lora else BIAS_FILE
+        file = ADAPTER_CONFIG if lora else BIAS_FILE
         raise InputError("base_model_name_or_path", base, f"a base that {file} names")
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
     own = (adapter / "tokenizer_config.json").is_file()

@@ -1,12 +1,15 @@
 """The probe of a config: sums with a verifier, which needs an optional extra."""
 
 import importlib.util
+import itertools
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from conftest import make_backbone
 
-from grade.entropy.run import ProbeRunConfig, probe_adapter
+from grade.entropy.run import ProbeRunConfig, asked_of, probe_adapter
 from grade.entropy.samples import Samples
 from grade.errors import InputError
 from grade.models.prompts import padded
@@ -43,6 +46,20 @@ def answer(monkeypatch, texts):
         return Samples(prompts, *(part.view(len(prompts), group, -1) for part in padded(rows)))
 
     monkeypatch.setattr("grade.entropy.probe.draw", drawn)
+
+
+def test_a_report_is_of_an_adapters_weights_and_token_bias(tmp_path):
+    """Wherever the folder lies."""
+    policy, asked = make_backbone(perturb=False), []
+    for number in range(4):
+        with torch.no_grad():
+            if number == 2:
+                policy.set_token_bias(torch.ones(policy.vocab_size))
+            elif number == 3:
+                next(p for p in policy.trainable_parameters() if p.any()).mul_(2)
+        policy.save_adapter(tmp_path / str(number))
+        asked.append(asked_of(ProbeRunConfig.parse(SMALL), tmp_path / str(number)))
+    assert asked[0] == asked[1] and all(a != b for a, b in itertools.combinations(asked[1:], 2))
 
 
 def test_only_the_first_number_counts_and_only_if_it_is_the_answer(base, monkeypatch):
