@@ -72,8 +72,10 @@ def _history(run: Path) -> pd.DataFrame:
 
     if checkpoint := last_checkpoint(run):  # a run that has not finished, or one from Python
         history = pd.DataFrame(history_rows(read_json(checkpoint / "trainer_state.json")["log_history"]))
-    else:
+    elif (run / "history.csv").is_file():
         history = pd.read_csv(run / "history.csv")
+    else:
+        raise InputError("RUN", str(run), "a run's folder, with checkpoints or history.csv")
     history = history.reindex(columns=list(COLUMNS)).rename(columns=COLUMNS).dropna(axis=1, how="all")
     evaluated = history[history["held-out reward"].notna()] if "held-out reward" in history else history[:0]
     rows = evaluated if len(evaluated) > 2 else history

@@ -113,7 +113,7 @@ def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, mo
     assert got["val/reward_mean"] == pytest.approx(want["after/val/reward_mean"], rel=1e-5)  # six digits
 
 
-def test_a_run_is_shown_with_its_history_and_completions(trained, capsys):
+def test_a_run_is_shown_with_its_history_and_completions(trained, tmp_path, capsys):
     assert main(["show", str(trained), "--rows", "2"]) == 0
     blocks = capsys.readouterr().out.split("\n\n")
     history = pd.read_csv(trained / "history.csv").set_index("step")
@@ -124,6 +124,7 @@ def test_a_run_is_shown_with_its_history_and_completions(trained, capsys):
     assert [block.splitlines()[0] for block in blocks[1:]] == [
         "completions, step 3: 2 of 4 completions", "eval, step 3: 2 of 16 completions"
     ]  # fmt: skip
+    assert main(["show", str(tmp_path)]) == 2 and "with checkpoints or history.csv" in capsys.readouterr().err
 
 
 @torch.no_grad()
