@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,7 +87,11 @@ class Learner:
 
     def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:
         """Each microbatch's completions: sampled now, unless they are given."""
-        return (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
+        found = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
+        # Recomputed layers have no cache. Then no pass has one: policy and reference are equal to the bit while B is 0.
+        return (
+            replace(one, prompts=replace(one.prompts)) if self.config.gradient_checkpointing else one for one in found
+        )
 
     def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
         """The policy's hidden states [B, T, D] that predict completions [B, T]."""

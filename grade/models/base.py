@@ -36,7 +36,8 @@ class KeysValues(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append those of new positions; all so far."""
         if torch.is_grad_enabled():
-            return super().update(key_states, value_states, *args, **kwargs)
+            self._room = [*super().update(key_states, value_states, *args, **kwargs)]
+            return self.keys, self.values
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._room = [key_states[..., :0, :], value_states[..., :0, :]]
@@ -93,7 +94,6 @@ class FrozenBase(nn.Module):
         eos = model.config.eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
         self._watcher: Any = None  # such as `grade.memory.records.LiveTracker`
-        self._recomputed = False  # whether layers are, which then use no cache
 
     @property
     def head(self) -> Head:
@@ -179,9 +179,11 @@ class FrozenBase(nn.Module):
 
     @property
     def continues(self) -> bool:
-        """As `Policy.continues`: what layers keep is keys and values; other states may change in place."""
+        """As `Policy.continues`: only keys and values are kept, no layer is recomputed, no cast of a weight kept."""
         kept = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
-        return not self._recomputed and kept <= {DynamicLayer, DynamicSlidingWindowLayer}
+        recomputed = any(getattr(m, "gradient_checkpointing", False) and m.training for m in self.model.modules())
+        autocast = torch.is_autocast_enabled(self.device.type)
+        return not recomputed and not autocast and kept <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     @contextlib.contextmanager
     def watched_by(self, watcher: Any) -> Iterator[None]:
@@ -217,11 +219,9 @@ class FrozenBase(nn.Module):
             layer.gradient_checkpointing = False  # within another: recomputed in backward, when this is off
         for layer in layers:
             layer.training = True
-        self._recomputed = True
         try:
             yield
         finally:
-            self._recomputed = False
             disable()
             for layer in layers:
                 layer.training = False

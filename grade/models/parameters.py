@@ -5,8 +5,6 @@ of all tensors are hashed, and of each tensor 64 elements at fixed places. A bas
 one it was trained in, so the elements are rounded first: to bfloat16, which is the same from float64, float32 and
 bfloat16, and to float16, which is the same from float64, float32 and float16. Two fingerprints are compared in the
 roundings that both have. A base in bfloat16 and one in float16 have none in common; then names and shapes decide.
-
-Needs neither peft nor transformers, which take seconds to import.
 """
 
 from __future__ import annotations

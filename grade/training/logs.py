@@ -139,7 +139,7 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             own = [name for name in METHOD_FIGURES if name in logged]
             row |= {f"train/{RENAMED.get(name, name)}": logged.get(name) for name in (*FIGURES, *own)}
             row["train/seconds"] = logged["step_time"]
-        elif "eval_reward" in logged:
+        elif "eval_reward" in logged and "val/reward_mean" not in table.get(logged["step"], {}):  # else of other rows
             row = {} if logged["step"] else {"step": 0, "samples": 0, "seconds": 0.0}
             for name, mean in MEANS.items():
                 if f"eval_{name}" in logged:

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ToyReward, flat_grad, gradient, make_backbone, tiny_gpt2
+from conftest import VOCAB, ToyReward, flat_grad, generator, gradient, make_backbone, tiny_config, tiny_gpt2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grade.experiments.enumeration import every_completion
@@ -242,3 +242,16 @@ def test_logits_of_all_positions_never_exist_and_layer_checkpointing_changes_not
         found.append(gradient(backbone))
     assert batch.ids.numel() == 144 and max(rows) == CHUNK_ROWS
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(("method", "recomputed"), product(("rloo", "grpo"), (False, True)))
+def test_policy_and_reference_are_equal_to_the_bit_before_anything_is_learned(method, recomputed):
+    """AdamW would make whole steps of a difference; at these lengths a product on a cache is rounded otherwise."""
+    sizes = dict(hidden_size=144, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=128)
+    backbone = make_backbone(tiny_config(**sizes, num_hidden_layers=4), torch.float32, perturb=False)
+    ids = torch.randint(3, VOCAB, (2, 37), generator=generator())
+    lengths = dict(max_completion_length=40, min_completion_length=33)
+    learned = learner(backbone, method, num_generations=8, gradient_checkpointing=recomputed, **lengths)
+    microbatch = PromptBatch(ids, torch.ones_like(ids)).repeat(8), generator()
+    (step,) = learned.step([microbatch], Objective(ToyReward(144, torch.float32), BETA), StepContext(1, lambda: None))
+    assert not step.kl.any()

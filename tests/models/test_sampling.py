@@ -154,6 +154,14 @@ def test_keys_and_values_are_those_of_transformers_in_place(parts, rooms):
     assert len({keys.data_ptr() for keys, _ in found}) == rooms  # all are held, so none has another's address
 
 
+def test_a_cache_may_be_read_with_gradient_and_without_in_turn():
+    own, theirs, source = KeysValues(), DynamicLayer(), generator()
+    for number, length in enumerate((40, 1, 1, 3, 2)):
+        states = [torch.randn(2, 3, length, width, generator=source) for width in (4, 6)]
+        with torch.set_grad_enabled(number in (1, 3)):
+            assert all(torch.equal(a, b) for a, b in zip(own.update(*states), theirs.update(*states), strict=True))
+
+
 @pytest.mark.parametrize("make", [make_backbone, lambda: make_backbone(tiny_gpt2(), target_modules=["c_attn"])],
                          ids=["llama", "gpt2"])  # fmt: skip
 def test_a_prompt_with_several_completions_is_read_once(make, monkeypatch):

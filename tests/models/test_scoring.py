@@ -62,7 +62,7 @@ def test_a_prompt_with_several_completions_is_read_once(make, new, monkeypatch):
     for rows, recomputed in ((prompts, False), (PromptBatch(prompts.ids, prompts.mask), False), (prompts, True)):
         with float64_throughout():
             with backbone.checkpointed_layers(recomputed):
-                hidden = predicting_hidden(backbone, rows, ids)
+                hidden = predicting_hidden(backbone.view(), rows, ids)
             gradient = torch.autograd.grad((hidden * weights).sum(), backbone.trainable_parameters())
         found.append([hidden.detach(), *gradient])
     for others in found[1:]:

@@ -22,6 +22,7 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.base import Reward
+from grade.training.logs import history_rows
 
 SMALL = dict(
     method="rloo", num_generations=4, per_device_train_batch_size=8, max_completion_length=6, max_steps=2,
@@ -280,6 +281,7 @@ def test_an_evaluation_of_other_rows_takes_no_place_of_the_runs(base, tmp_path):
     end, table = made.evaluations[2], tmp_path / "completions" / "eval_00002.parquet"
     assert made.evaluate(PROMPTS.select(range(3)))["eval_reward_n"] == 3
     assert made.evaluations[2] is end and len(pd.read_parquet(table)) == 10
+    assert [row["val/reward_n"] for row in history_rows(made.state.log_history) if "val/reward_n" in row] == [10, 10]
     made.evaluate(PROMPTS.select(range(3)), "test")
     assert len(pd.read_parquet(table.with_name("test_00002.parquet"))) == 3
 
