@@ -82,16 +82,13 @@ class Learner:
     def sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         """A completion of each prompt."""
         most, least = self.config.max_completion_length, self.config.min_completion_length
-        drawn = generate(self.backbone, prompts, most, generator, temperature, least)
-        return Completions(prompts, *drawn)
+        return Completions(prompts, *generate(self.backbone, prompts, most, generator, temperature, least))
 
     def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:
         """Each microbatch's completions: sampled now, unless they are given."""
         found = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
         # Recomputed layers have no cache. Then no pass has one: policy and reference are equal to the bit while B is 0.
-        return (
-            replace(one, prompts=replace(one.prompts)) if self.config.gradient_checkpointing else one for one in found
-        )
+        return (replace(c, prompts=replace(c.prompts)) if self.config.gradient_checkpointing else c for c in found)
 
     def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
         """The policy's hidden states [B, T, D] that predict completions [B, T]."""

@@ -23,9 +23,8 @@ def predicting_hidden(backbone: Policy, prompts: PromptBatch, ids: Tensor) -> Te
     A prompt with several completions is read once where the policy `continues` a cache, and where that pays: a layer
     has some 12 D D products less for each of P tokens, and T T D more, of attention to later tokens.
     """
-    few = len(set(prompts.sources)) < len(prompts)
     pays = 1 < ids.shape[1] < (8 * prompts.ids.shape[1] * backbone.embedding_weight.shape[1]) ** 0.5
-    if few and pays and backbone.continues:
+    if len(set(prompts.sources)) < len(prompts) and pays and backbone.continues:
         state = Decoder(backbone, prompts)
         return torch.cat([state.last.unsqueeze(1), state.advance(backbone.embed(ids[:, :-1]))], 1)
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
