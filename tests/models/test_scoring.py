@@ -43,7 +43,7 @@ def mistral():
 SHARED = [(tiny_config, 4), (tiny_config, 1), (tiny_config, 40), (mistral, 6), (tiny_gpt2, 4)]
 
 
-@pytest.mark.parametrize(("make", "new"), SHARED, ids=str)
+@pytest.mark.parametrize(("make", "new"), SHARED, ids=lambda value: getattr(value, "__name__", None))
 def test_a_prompt_with_several_completions_is_read_once(make, new, monkeypatch):
     """With the states and the gradient of a pass for each, where that pays; also of rows out of their order."""
     with float64_throughout():
