@@ -182,7 +182,8 @@ class FrozenBase(nn.Module):
         """As `Policy.continues`: only keys and values are kept, no layer is recomputed, no cast of a weight kept."""
         kept = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
         recomputed = any(getattr(m, "gradient_checkpointing", False) and m.training for m in self.model.modules())
-        autocast = torch.is_autocast_enabled(self.device.type)
+        device = self.device.type  # autocast knows no meta device
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         return not recomputed and not autocast and kept <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     @contextlib.contextmanager
